@@ -209,6 +209,8 @@ _ALLOWED = {
     "record/sinks/replayer.py": {"sink_offset_file", "sink_media_file"},
     "train/diagnose/plan_check.py": {"plan_file"},
     "train/diagnose/window_trace.py": {"trace_file"},
+    # of a new run, which nobody else knows yet
+    "run/creation.py": {"config_file", "diff_file"},
     # fenced here
     "run/directory.py": {"config_file", "failure_file"},
     "run/status.py": {"ended_file"},

@@ -17,6 +17,7 @@ from headway.launcher.targets import ClusterTarget
 from headway.record.alerts import AlertChannels
 from headway.run import Run
 from headway.run.info import read_json
+from headway.run.paths import RELATIVE
 from headway.schedulers.base import JobIds, JobRequest
 from headway.system import files
 from headway.system.log import logger
@@ -31,7 +32,7 @@ def check_target(target: ClusterTarget, *, is_array: bool = False) -> None:
             )
     if target.alert:
         AlertChannels.from_environment()
-    request = target.request(name="check", directory=Path("/run"), log=Path("log/job.txt"))
+    request = target.request(name="check", directory=Path("/run"), log=RELATIVE.job_log)
     target.scheduler.check(replace(request, is_array=request.is_array or is_array))
 
 
@@ -122,7 +123,7 @@ def _jobs_before(run: Run) -> list[str]:
 
 
 def _request(run: Run, target: ClusterTarget, directory: Path) -> JobRequest:
-    return target.request(name=run.name, directory=directory, log=run.job_log.relative_to(run.path))
+    return target.request(name=run.name, directory=directory, log=RELATIVE.job_log)
 
 
 def _record(run: Run, ids: JobIds, *, before: Sequence[str] = ()) -> None:

@@ -20,6 +20,7 @@ from headway.launcher.enqueue import check_target, submit_runs
 from headway.launcher.program import Program, python_command
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run, check_name
+from headway.run.paths import RELATIVE
 from headway.schedulers.base import JobIds
 from headway.system import ownership
 from headway.system.text import shorten_list
@@ -70,7 +71,7 @@ def dry_run(script: Script, target: ClusterTarget, *, root: Path, name: str | No
     _check_root(root)
     sweep.grid(target.array)
     path = root.absolute() / ("ARRAY" if target.array else f"{name}-DATE-TIME-XXXX")
-    request = target.request(name=name, directory=path, log=Path("log/job.txt"))
+    request = target.request(name=name, directory=path, log=RELATIVE.job_log)
     return target.scheduler.script(request)
 
 

@@ -17,6 +17,7 @@ from headway.errors import RunLocked, UnreadableRun, UsageError
 from headway.run import Run, config_text, has_info, runs_under
 from headway.run.info import newest_step
 from headway.run.lock import newest_owner
+from headway.run.paths import RunPaths
 from headway.run.plain import is_yaml
 from headway.run.rebuild import named_run
 from headway.schedulers.base import JobIds
@@ -247,7 +248,7 @@ def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int])
         try:
             Run.open(path)
         except UnreadableRun:
-            settings = path / "config.yaml"
+            settings = RunPaths(path=path).config_file
             if (
                 not settings.exists()
                 or not is_yaml(found := files.read_regular(settings).decode(errors="replace"))

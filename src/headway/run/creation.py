@@ -18,6 +18,7 @@ from pathlib import Path
 
 from headway.errors import HeadwayError, StorageError, UsageError
 from headway.run.info import FORMAT, Info, format_time, write_info
+from headway.run.paths import RELATIVE, RunPaths
 from headway.run.plain import to_plain, to_yaml
 from headway.run.source import SourceState, describe
 from headway.system import files
@@ -70,12 +71,19 @@ def create_directory(
         "attempts": [],
     }
     with _staging(root) as staged, files.storage(f"write a new run in {root}"):
-        for directory in ("code", "log", "metrics", "checkpoints", "traces"):
-            files.make_dir(staged / directory)
-        files.write_new(staged / "config.yaml", config_text(settings).encode())
+        paths = RunPaths(path=staged)
+        for directory in (
+            paths.code_dir,
+            paths.log_dir,
+            paths.metrics_dir,
+            paths.checkpoints_dir,
+            paths.traces_dir,
+        ):
+            files.make_dir(directory)
+        files.write_new(paths.config_file, config_text(settings).encode())
         if source.diff:
             diff = source.diff.encode(errors="surrogateescape")  # bytes that are not UTF-8 stay as they were
-            files.write_new(staged / "code" / "uncommitted.diff", diff)
+            files.write_new(paths.diff_file, diff)
         while True:  # until the name is new
             suffix = "".join(secrets.choice(_SUFFIX_LETTERS) for _ in range(4))
             info["id"] = f"{name}-{now:%Y.%m.%d-%H.%M}-{suffix}"
@@ -147,7 +155,7 @@ def _rename_new(staged: Path, path: Path) -> bool:
 
 def _code(source: SourceState) -> dict[str, object]:
     """What run.json says about the code; the changes themselves are a file of their own."""
-    facts = asdict(source) | {"diff": "code/uncommitted.diff" if source.diff else None}
+    facts = asdict(source) | {"diff": str(RELATIVE.diff_file) if source.diff else None}
     return {name: redact_tree(value) for name, value in facts.items()}
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from headway.errors import UnreadableRun, UsageError
+from headway.run.paths import RunPaths, step_of
 from headway.system import files
 from headway.system.jsonlines import parse_json
 
 FORMAT = 1
 """of run.json; to be raised when readers of the old form would misunderstand the new one"""
-_NAME = "run.json"
-_STEP = re.compile(r"step-([0-9]{12,18})")
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """what reading a value of another kind than expected may raise: a file of another user may hold anything"""
@@ -26,22 +24,23 @@ Info = dict[str, Any]
 
 def has_info(path: Path) -> bool:
     """Returns whether a directory is a run directory."""
-    return (path / _NAME).exists()
+    return RunPaths(path=path).info_file.exists()
 
 
 def read_info(path: Path) -> Info:
     """Reads the run.json of a run directory; `UsageError` says why it cannot be used."""
+    file = RunPaths(path=path).info_file
     try:
-        info = parse_json(files.read_regular(path / _NAME))
+        info = parse_json(files.read_regular(file))
     except (FileNotFoundError, NotADirectoryError) as error:
         if newest_step(path) is None:
             raise UsageError(
-                f"{path} is not a run directory: it has no {_NAME}; headway runs lists those under runs"
+                f"{path} is not a run directory: it has no {file.name}; headway runs lists those under runs"
             ) from error
         raise _unreadable(path, "is missing") from error
     except OSError as error:
         if isinstance(error, PermissionError):
-            raise UsageError(f"{path}/{_NAME} cannot be read: {error.strerror}") from error
+            raise UsageError(f"{file} cannot be read: {error.strerror}") from error
         raise _unreadable(path, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise _unreadable(path, f"is damaged: {error}") from error
@@ -72,25 +71,27 @@ def _is_attempt(attempt: object) -> bool:
 
 
 def newest_step(path: Path) -> int | None:
-    """Returns the step of the newest checkpoint in a run directory, valid or not; None if there is none."""
-    found = (_STEP.fullmatch(each.name) for each in (path / "checkpoints").glob("step-*"))
-    return max((int(each[1]) for each in found if each), default=None)
+    """Returns the step of the newest checkpoint in a run directory, valid or not; None if none is seen.
+
+    It does not fail: callers describe a run whose storage may be what failed. `checkpoint.format.directory.list_steps`
+    is for those that resume from what they find.
+    """
+    found = (step_of(each.name) for each in RunPaths(path=path).checkpoints_dir.glob("step-*"))
+    return max((step for step in found if step is not None), default=None)
 
 
 def _unreadable(path: Path, problem: str, *, remedy: str = "") -> UsageError:
     """Returns the error for a run.json that cannot be used: another one if work would be lost by starting over."""
-    step = newest_step(path)
+    file, step = RunPaths(path=path).info_file, newest_step(path)
     if step is None:
-        return UsageError(f"{path}/{_NAME} {problem}" + (f"; {remedy}" if remedy else ""))
+        return UsageError(f"{file} {problem}" + (f"; {remedy}" if remedy else ""))
     remedy = remedy or f"write it again with: headway runs rebuild {shlex.quote(str(path))}"
-    return UnreadableRun(
-        f"{path}/{_NAME} {problem}, and the run has checkpoints up to step {step:,}; {remedy}"
-    )
+    return UnreadableRun(f"{file} {problem}, and the run has checkpoints up to step {step:,}; {remedy}")
 
 
 def write_info(path: Path, info: Info) -> None:
     """Replaces the run.json of a run directory as a whole."""
-    files.write_atomic(path / _NAME, to_json(info))
+    files.write_atomic(RunPaths(path=path).info_file, to_json(info))
 
 
 def to_json(value: object) -> bytes:

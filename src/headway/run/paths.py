@@ -21,10 +21,13 @@ runs/digits-2026.11.15-14.30-x7k2/
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.system import ownership
+
+_STEP = re.compile(r"step-([0-9]{12,18})")
 
 
 def step_name(step: int) -> str:
@@ -34,6 +37,16 @@ def step_name(step: int) -> str:
     'step-000000001000'
     """
     return f"step-{step:012d}"
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step of a checkpoint from the name of its directory; None for any other name.
+
+    >>> step_of("step-000000001000"), step_of("latest")
+    (1000, None)
+    """
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def _of_rank(rank: int) -> str:
@@ -152,6 +165,11 @@ class RunPaths:
     @property
     def snapshot_dir(self) -> Path:
         return self.code_dir / "tree"
+
+    @property
+    def diff_file(self) -> Path:
+        """What the commit does not hold."""
+        return self.code_dir / "uncommitted.diff"
 
     # --- logs
 
@@ -274,3 +292,7 @@ class RunPaths:
 
     def checkpoint_dir(self, step: int) -> Path:
         return self.checkpoints_dir / step_name(step)
+
+
+RELATIVE = RunPaths(path=Path())
+"""the paths of any run, relative to its directory"""

@@ -120,7 +120,7 @@ def code_diff(one: Run, other: Run) -> list[str]:
 def _code(run: Run) -> tuple[str, str]:
     """Returns the commit of a run's code, with a star if it had uncommitted changes, and these changes."""
     code = run.info().get("code") or {}
-    diff = read_text(run.path, run.code_dir / "uncommitted.diff", _DIFF_BYTES) or ""
+    diff = read_text(run.path, run.diff_file, _DIFF_BYTES) or ""
     return f"{str(code.get('commit') or 'no commit')[:10]}{'*' if code.get('dirty') else ''}", diff
 
 

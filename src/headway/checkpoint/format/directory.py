@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import TypeVar, final
 
 from headway.errors import StorageError
-from headway.run import Run, step_name
+from headway.run import Run, has_info, step_name
+from headway.run.paths import RunPaths, step_of
 from headway.system import files
 from headway.system.retries import retry
 
@@ -30,7 +31,6 @@ T = TypeVar("T")
 CheckpointRoot = Run | str | os.PathLike[str]
 """Where checkpoints are: a run, or the directory that holds them."""
 
-_STEP = re.compile(r"step-([0-9]{12,18})")
 _SET_ASIDE = re.compile(r"step-[0-9]{12,18}\.corrupt-[0-9]+")
 _LARGEST_JSON_BYTES = 1 << 30
 _CHUNK_BYTES = 4 << 20
@@ -160,14 +160,19 @@ def resolve_root(where: CheckpointRoot) -> tuple[Path, str]:
     return Path(where).absolute(), "path"
 
 
+def checkpoints_at(path: Path) -> Path:
+    """Returns the directory of checkpoints that a path means: that of a run, or the path itself."""
+    return RunPaths(path=path).checkpoints_dir if has_info(path) else path
+
+
 def list_steps(parent: Path) -> list[int]:
     """Returns the steps that have a checkpoint, valid or not, oldest first."""
-    return sorted(int(found[1]) for name in _names(parent) if (found := _STEP.fullmatch(name)))
+    return sorted(step for name in _names(parent) if (step := step_of(name)) is not None)
 
 
 def has_checkpoints(parent: Path) -> bool:
     """Returns whether there are checkpoints, or damaged ones that were renamed."""
-    return any(_STEP.fullmatch(name) or _SET_ASIDE.fullmatch(name) for name in _names(parent))
+    return any(step_of(name) is not None or _SET_ASIDE.fullmatch(name) for name in _names(parent))
 
 
 def step_dir(parent: Path, step: int) -> Path:

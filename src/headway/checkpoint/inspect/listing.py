@@ -7,12 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, step_dir
+from headway.checkpoint.format.directory import (
+    CheckpointDirectory,
+    DamagedCheckpoint,
+    checkpoints_at,
+    step_dir,
+)
 from headway.checkpoint.format.manifest import STATE, Manifest, read_document, read_manifest
 from headway.checkpoint.retention import read_manifests
 from headway.checkpoint.settings import CheckpointSettings
 from headway.errors import UsageError
-from headway.run import has_info
 from headway.system.log import logger
 
 _USUAL_METRIC = "val/loss"
@@ -43,7 +47,7 @@ def list_checkpoints(where: Path, *, metric: str | None = None) -> list[Checkpoi
     The best is that of `metric`, by default of the `keep_best` that the run was trained with. Directories without a
     valid manifest are left out.
     """
-    parent = _parent(where)
+    parent = checkpoints_at(where.absolute())
     manifests = read_manifests(parent)
     if not manifests:
         return []
@@ -72,7 +76,7 @@ def find_best(where: Path, *, metric: str | None = None) -> CheckpointSummary:
     listed = list_checkpoints(where, metric=metric)
     if not listed:
         raise UsageError(f"{where} has no checkpoints: take a run that has saved; headway runs lists them")
-    parent = _parent(where)
+    parent = checkpoints_at(where.absolute())
     manifests = read_manifests(parent)
     for each in listed:
         if each.best:
@@ -112,8 +116,3 @@ def _kept_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
 
 def _best(manifests: dict[int, Manifest], metric: str | None) -> set[int]:
     return CheckpointSettings(keep_best=metric).retention.best_of(manifests) if metric else set()
-
-
-def _parent(where: Path) -> Path:
-    where = where.absolute()
-    return where / "checkpoints" if has_info(where) else where

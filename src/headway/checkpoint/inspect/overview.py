@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, list_steps, step_dir
+from headway.checkpoint.format.directory import (
+    CheckpointDirectory,
+    DamagedCheckpoint,
+    checkpoints_at,
+    list_steps,
+    step_dir,
+)
 from headway.checkpoint.format.manifest import (
     INDEX,
     ITEM_BYTES,
@@ -24,7 +30,6 @@ from headway.checkpoint.inspect import foreign
 from headway.checkpoint.inspect.listing import CheckpointSummary, list_checkpoints
 from headway.checkpoint.inspect.tables import Overview, TensorSummary
 from headway.errors import NoValidCheckpoint, UsageError
-from headway.run import has_info
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
@@ -40,7 +45,7 @@ def find(path: Path) -> list[Path]:
         )
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         return [path]
-    parent = path / "checkpoints" if has_info(path) else path
+    parent = checkpoints_at(path)
     found = [step_dir(parent, step) for step in reversed(list_steps(parent))]
     if not found:
         raise UsageError(f"{parent} has no checkpoints: take a run that has saved; headway runs lists them")

@@ -34,6 +34,7 @@ from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
+from headway.run.paths import RunPaths
 from headway.system import environment, files
 from headway.system.limits import raise_open_files
 from headway.system.log import logger, print_last
@@ -183,7 +184,7 @@ class Agent:
     def _newest_step(self) -> int:
         """The step of the newest checkpoint; -1 if there is none, or no run yet."""
         run = self._environ.get(environment.RUN)
-        return max(list_steps(Path(run) / "checkpoints"), default=-1) if run else -1
+        return max(list_steps(RunPaths(path=Path(run)).checkpoints_dir), default=-1) if run else -1
 
     def _round(self, team: Team, placement: AgentPlacement, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
@@ -240,7 +241,7 @@ class Agent:
             if found is None and not deadlines and (loss := team.loss()) is not None:
                 found = with_run(loss, watchdog.beats().values())
             if found is not None:
-                work_in_child(partial(record_failure, found, team.round_dir / "failure.json"), _UNKILLABLE_S)
+                work_in_child(partial(record_failure, found, team.failure_file), _UNKILLABLE_S)
                 self._kill(signal.SIGKILL)
             time.sleep(_POLL_S)
 
@@ -349,7 +350,7 @@ class Agent:
         """How the ranks of this agent ended."""
         if not any(self._ended.values()):  # a signal that came too late has changed nothing
             return {"exit_code": 0, "record": None}
-        record = first_failure(team.round_dir / "failure.json", self._ended, self._pids)
+        record = first_failure(team.failure_file, self._ended, self._pids)
         if record["kind"] == "vanished" and record["rank"] not in self._ended:
             team.wait_outcome(self._grace_s)  # its own agent knows better how it ended
         if record["exit_code"] == Stopped.exit_code:

@@ -74,6 +74,11 @@ class Team:
     def round_dir(self) -> Path:
         return self.directory / f"round-{self._round}"
 
+    @property
+    def failure_file(self) -> Path:
+        """Where the ranks of this round leave the first cause for their agent: beside the rendezvous."""
+        return self.round_dir / "failure.json"
+
     def gather(
         self, nproc: int, *, host: str | None = None, timeout_s: float = GATHER_TIMEOUT_S
     ) -> AgentPlacement:

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 from headway.errors import UsageError
 from headway.launcher.code.project_files import ProjectFiles, gather
 from headway.run import Run
+from headway.run.paths import RELATIVE
 from headway.run.source import describe, git
 from headway.system import files
 
@@ -79,7 +80,7 @@ def take(
     note = _publish(code, run, start)
     run.record_snapshot(
         {
-            "tree": "code/tree",
+            "tree": str(RELATIVE.snapshot_dir),
             "from": str(code.root),
             "directory": str(start.relative_to(code.root)),
             "script": None if path.is_dir() else str(path.relative_to(code.root)),

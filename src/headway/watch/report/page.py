@@ -325,7 +325,7 @@ def _code(run: Run, info: Mapping[str, Any]) -> str:
     state = clean(code.get("commit") or code.get("note") or "unknown", 200)
     branch = f" on {clean(code['branch'], 100)}" if code.get("branch") else ""
     changed = ", with uncommitted changes" if code.get("dirty") else ""
-    diff = read_text(run.path, run.code_dir / "uncommitted.diff", _DIFF_BYTES)
+    diff = read_text(run.path, run.diff_file, _DIFF_BYTES)
     shown = (
         f"<details><summary>uncommitted changes</summary><pre>{escape(_lines(diff))}</pre></details>"
         if diff

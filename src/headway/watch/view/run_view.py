@@ -146,7 +146,7 @@ class RunView:
     def _read_events(self) -> None:
         """Reads the events of all ranks that have any, and merges them by time."""
         files = [self.run.events_file(0)]
-        files += self._listed("log", r"events-\d{5}\.jsonl")[:_MAX_WARNING_RANKS]
+        files += self._listed(self.run.log_dir, r"events-\d{5}\.jsonl")[:_MAX_WARNING_RANKS]
         found = []
         for path in files:
             tail = self._tails.get(str(path))
@@ -166,7 +166,7 @@ class RunView:
         self.events.extend(new)
 
     def _read_nodes(self, since: float) -> None:
-        for path in self._listed("nodes", r"[\w.-]+\.jsonl")[:_MAX_NODES]:
+        for path in self._listed(self.run.nodes_dir, r"[\w.-]+\.jsonl")[:_MAX_NODES]:
             tail = self._tails.get(str(path))
             if tail is None:
                 tail = self._tails[str(path)] = RowTail(self.run.path, path)
@@ -175,9 +175,9 @@ class RunView:
                 if is_time(row.get("time")) and row["time"] >= since:
                     self._nodes[path.stem] = sane_node(row)
 
-    def _listed(self, directory: str, pattern: str) -> list[Path]:
+    def _listed(self, directory: Path, pattern: str) -> list[Path]:
         try:
-            names = sorted((self.run.path / directory).iterdir())
+            names = sorted(directory.iterdir())
         except OSError:
             return []
         return [path for path in names if re.fullmatch(pattern, path.name)]

@@ -51,7 +51,7 @@ def _code(run: Run) -> dict[str, Any]:
     code = info.get("code")
     code = code if isinstance(code, dict) else {}
     command = info.get("command")
-    diff = read_text(run.path, run.code_dir / "uncommitted.diff", _DIFF_BYTES) or ""
+    diff = read_text(run.path, run.diff_file, _DIFF_BYTES) or ""
     return {
         "command": clean(" ".join(map(str, command)), 2000) if isinstance(command, list) else "",
         "commit": clean(code.get("commit") or code.get("note") or "unknown", 200),
