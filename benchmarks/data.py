@@ -8,7 +8,8 @@ runs in a process of its own, and is timed after its imports. Rounds are interle
 machines are shared: ratios are more reliable than rates, and CPU time per image, in the middle of an epoch, is more
 reliable than both. The limit is the same number of threads decoding bytes in memory into memory that is already mapped.
 
-Thumbnails, in hundreds of shards, show how many samples per second a loader reads when decoding takes almost no time.
+Thumbnails, in hundreds of shards, show how many samples per second a loader reads when decoding takes almost no time;
+their rate is that of the second half of an epoch, or of its first 15 seconds.
 Resuming at 90 % of an epoch is timed on both, from a state to the first batch. With photos most of that time is the
 decoding of 64 of them; with thumbnails it is the search for the position.
 """
@@ -30,6 +31,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+LASTING_S = 15.0  # that thumbnails are read for at most
 HERE = Path(__file__).resolve().parent
 PEERS = Path(os.environ.get("HEADWAY_PEERS", HERE.parent / ".peers"))
 
@@ -38,7 +40,8 @@ PEERS = Path(os.environ.get("HEADWAY_PEERS", HERE.parent / ".peers"))
 
 
 def run_task(task: str, name: str, data: Path, threads: int) -> dict[str, float]:
-    """Runs one task: an epoch (`run`), its beginning (`start`, `much`), `save` a state at 90 %, or `resume` from it."""
+    """Runs one task: an epoch (`run`), its beginning (`start`), what `lasts` of its rate, `save` a state at 90 %, or
+    `resume` from it."""
     from data_peers import BATCH, CONTENDERS
 
     state = data / f"{name}.state"
@@ -56,8 +59,10 @@ def run_task(task: str, name: str, data: Path, threads: int) -> dict[str, float]
             images += next(batches)
         contender.save(state)
         seen = {"images": images}
+    elif task == "lasts":
+        seen = {"rate": lasting_rate(batches)}
     else:
-        total, most = int((data / "samples").read_text()), {"start": 16, "much": 1024, "run": None}[task]
+        total, most = int((data / "samples").read_text()), {"start": 16, "run": None}[task]
         seen = timed(islice(batches, most), min(total, BATCH * (most or total)))
     print(json.dumps(seen), flush=True)
     os._exit(0)  # with workers that are stopped on the way, peers may wait for ever
@@ -84,6 +89,18 @@ def timed(batches: Iterator[int], expected: int) -> dict[str, float]:
     (before, spent), (after, in_all) = middle
     cpu = (in_all - spent) / (after - before)
     return {"rate": images / took, "first": first or 0.0, "images": images, "cpu": cpu}
+
+
+def lasting_rate(batches: Iterator[int]) -> float:
+    """Returns images per second in the second half of an epoch, or of its first seconds: what starts once, has."""
+    began, images, seen = time.perf_counter(), 0, list[tuple[float, int]]()
+    for count in batches:
+        images += count
+        seen.append((time.perf_counter() - began, images))
+        if seen[-1][0] > LASTING_S:
+            break
+    (half_s, half), (whole_s, whole) = seen[len(seen) // 2], seen[-1]
+    return (whole - half) / (whole_s - half_s)
 
 
 def cpu_seconds() -> float:
@@ -277,7 +294,7 @@ def reading(arena: Comparison, rounds: int) -> dict[str, float]:
     rates: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name, each in rates.items():
-            each.append(arena.let("much", name)["rate"])
+            each.append(arena.let("lasts", name)["rate"])
     return {name: statistics.median(each) for name, each in rates.items()}
 
 

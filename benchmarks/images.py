@@ -13,7 +13,7 @@ changes of color, to normalized floats in batches of 64. All make the same crops
 Rates are images per second of CPU time of the whole process, because machines are shared. All contenders live as long
 as the benchmark, as in training: the first two batches of each, for which threads start and memory is mapped, are not
 counted. Then each makes a few batches in turn, always the same number, and nothing ahead of them. Medians of the
-rounds are printed. Thumbnails are read as in benchmarks/data.py, by two threads, in seconds of the clock.
+rounds are printed. Thumbnails are read as in benchmarks/data.py, on two cores, in seconds of the clock.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def thumbnails(count: int, rounds: int) -> dict[str, float]:
 def show(seen: dict[str, Any]) -> None:
     for part, what in (
         ("multicrop", "images/s of CPU time, multi-crop"),
-        ("thumbnails", "thumbnails/s, two threads"),
+        ("thumbnails", "thumbnails/s, two cores"),
     ):
         rates = seen[part]
         for name, rate in rates.items():

@@ -1,4 +1,4 @@
-"""Samples that other processes read for a GPU are those that this process reads, whatever is wrong with them."""
+"""Samples that other processes read are those that this process reads, whatever is wrong with them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import gc
 import io
 import json
 import os
+import pickle
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
 from multiprocessing import Pipe
@@ -30,13 +33,14 @@ from waiting import EXIT_LIMIT_S
 
 from headway.data import MultiCrop, ShardLoader, pack
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
-from headway.data.sample_reader import Chunk, SampleReader
+from headway.data.sample_reader import SampleReader
 from headway.data.shards.checksums import checksum_path
 from headway.data.shards.shard import Shard
 from headway.data.sources import reader_pool, reader_process
-from headway.data.sources.reader_pool import ReadAnswer, ReaderPool, SharedSlots
-from headway.data.sources.reader_process import ReaderSettings, SlotReader, send_rows
-from headway.errors import StorageError
+from headway.data.sources.chunk import Chunk
+from headway.data.sources.reader_pool import MAX_DECODERS, ReadAnswer, ReaderPool, SharedSlots
+from headway.data.sources.reader_process import ReaderSettings, SlotAnswer, SlotReader, send_answer
+from headway.errors import BadSample, StorageError
 from headway.system import retries
 
 GPU = torch.device("cuda", 0)
@@ -94,6 +98,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class InProcess:
     """Reads as a reader process does, in this one."""
 
+    usable = True
+
     def __init__(self, pool: ReaderPool, around: Callable[[], Any] | None = None) -> None:
         self._slots = SharedSlots(Pinning())
         settings = ReaderSettings.from_json(pool._settings.to_json())
@@ -104,11 +110,11 @@ class InProcess:
         slot = self._slots.take()
         assert slot is not None
         undo = self._around() if self._around is not None else None
-        rows = self._reader.read(slot, locations)
+        told = self._reader.read(slot, locations)
         if undo is not None:
             undo()
-        self.rows += [(row[0], dict(row[1]), *row[2:]) if row is not None else None for row in rows]
-        return ReadAnswer(self._slots.view(slot), rows)
+        self.rows += [(row[0], dict(row[1]), *row[2:]) if row is not None else None for row in told.rows]
+        return ReadAnswer(self._slots.view(slot), told)
 
 
 class Pinning:
@@ -124,21 +130,33 @@ class Pinning:
 
 
 def readers(loader: ShardLoader, **how: Any) -> tuple[SampleReader, SampleReader]:
-    """Readers for a GPU: one that has processes, and one that reads by itself."""
-    settings = {"seed": 0, "substitute": True, "decoders": {}, "transform": MultiCrop(), **how}
+    """Readers, for a GPU unless `how` says otherwise: one that has processes, and one that reads by itself."""
+    settings = {"seed": 0, "substitute": True, "decoders": {}, "transform": MultiCrop(), "gpu": GPU, **how}
     two = [
         SampleReader(
             loader._shards,
             loader._order,
             watch=loader._label_watch,
             limits=loader._limits,
-            gpu=GPU,
             **settings,
         )
         for _ in range(2)
     ]
     two[1]._pool = None
     return two[0], two[1]
+
+
+def read(reader: SampleReader, locations: Locations) -> Chunk:
+    return reader.read(locations, by_process=True)
+
+
+def invert(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """A transform that writes to the image, and refuses some samples."""
+    if sample["__key__"].endswith("0"):
+        raise BadSample("it is round")
+    for name in {"jpg", "jpeg"} & sample.keys():
+        sample[name] ^= rng.integers(256, dtype=np.uint8)
+    return sample
 
 
 def batches(loader: ShardLoader) -> list[Locations]:
@@ -153,11 +171,12 @@ def assert_equal(found: Chunk, expected: Chunk) -> None:
         assert sorted(getattr(found, name)) == sorted(getattr(expected, name)), name
     assert len(found.values) == len(expected.values)
     for one, other in zip(found.values, expected.values, strict=True):
-        rest = [{key: each[key] for key in each if key not in (SAMPLES, IMAGE)} for each in (one, other)]
-        assert [*rest[0]] == [*rest[1]] and one[SAMPLES] == other[SAMPLES]
-        assert type(one[IMAGE]) is type(other[IMAGE])
-        np.testing.assert_equal(one[IMAGE], other[IMAGE])
-        np.testing.assert_equal(*rest)
+        assert type(one.get(IMAGE)) is type(other.get(IMAGE))
+        if IMAGE in one:  # it has no place among the parts
+            np.testing.assert_equal(one.pop(IMAGE), other.pop(IMAGE))
+            assert one.pop(SAMPLES) == other.pop(SAMPLES)
+        assert [*one] == [*other]
+        np.testing.assert_equal(one, other)
 
 
 @pytest.fixture
@@ -168,31 +187,211 @@ def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_slots")
 @pytest.mark.parametrize("how", [{}, {"substitute": False}, {"decoders": {"cls": bytes}}, {"exif": True}])
-def test_samples_of_all_kinds_are_those_that_are_read_here(shards: Path, how: dict[str, Any]) -> None:
-    if how.pop("exif", False):
-        how = {"transform": MultiCrop(exif=True)}
+@pytest.mark.parametrize("gpu", [True, False], ids=["for a GPU", "decoded there"])
+def test_samples_of_all_kinds_are_those_that_are_read_here(
+    shards: Path, how: dict[str, Any], gpu: bool
+) -> None:
+    varied = "exif" in how
+    how = {name: value for name, value in how.items() if name != "exif"}
+    if gpu:
+        how |= {"transform": MultiCrop(exif=varied)}
+    else:
+        how |= {"gpu": None, "transform": invert if varied else None}
     loader = ShardLoader(shards, batch_size=60)
     fast, plain = readers(loader, **how)
     assert fast._pool is not None
     fast._pool = there = InProcess(fast._pool)  # type: ignore[assignment]
     for locations in batches(loader):
-        assert_equal(fast.read(locations), plain.read(locations))
+        assert_equal(read(fast, locations), plain.read(locations))
     assert sum(row is None for row in there.rows) > 40
     assert sum(row is not None for row in there.rows) > (0 if "decoders" in how else 60)
 
 
+def test_processes_that_decline_most_samples_are_asked_no_more(shards: Path) -> None:
+    loader = ShardLoader(shards, batch_size=60)
+    fast, _ = readers(loader, gpu=None, transform=None)
+    assert fast._pool is not None
+    fast._pool = there = InProcess(fast._pool)  # type: ignore[assignment]
+    for locations in batches(loader)[:2]:
+        read(fast, locations)
+    assert fast._asked == (120, there.rows.count(None)) and there.rows.count(None) > 10
+    for asked, declined, has in (
+        (999, 999, True),
+        (1000, 501, False),
+        (1000, 500, True),
+        (9999, 9000, False),
+    ):
+        fast._asked = asked, declined
+        assert fast.has_processes is has
+
+
+@pytest.mark.usefixtures("small_slots")
+def test_what_does_not_fit_a_slot_is_not_read_twice(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardLoader(shards, batch_size=200)
+    fast, plain = readers(loader, gpu=None, transform=None)
+    assert fast._pool is not None
+    fast._pool = InProcess(fast._pool)  # type: ignore[assignment]
+    begun, begin = [0], SlotReader._begin
+
+    def count(reader: SlotReader, *where: int) -> Any:
+        begun[0] += 1
+        return begin(reader, *where)
+
+    monkeypatch.setattr(SlotReader, "_begin", count)
+    locations = batches(loader)[0]
+    for limit, most in ((2**22, 2), (4000, 1)):  # an answer ends with the slot, or with what was read for it
+        monkeypatch.setattr(reader_process, "_MAX_READ_BYTES", limit)
+        begun[0] = 0
+        found = read(fast, locations)
+        answers = len(found.times)
+        assert answers > 8 // most and begun[0] <= len(locations) + answers
+        assert_equal(found, plain.read(locations))
+
+
+def test_an_answer_does_not_wait_for_all_shards(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardLoader(shards, batch_size=60)
+    monkeypatch.setattr(reader_process, "_ANSWER_S", 0.0)
+    for how in ({}, {"gpu": None, "transform": None}):
+        fast, plain = readers(loader, **how)
+        assert fast._pool is not None
+        fast._pool = there = InProcess(fast._pool)  # type: ignore[assignment]
+        locations = batches(loader)[0]
+        assert len(there.read(locations).told.rows) == 1
+        assert_equal(read(fast, locations), plain.read(locations))
+
+
+def test_only_parts_that_are_called_jpegs_are_decoded_as_such(tmp_path: Path) -> None:
+    """Others have another decoder in the rank."""
+    names = ("jpg", "left.jpeg", "png", "webp", "left.png")
+    pack(({"__key__": str(number), name: jpeg(0)} for number, name in enumerate(names)), tmp_path)
+    loader = ShardLoader(tmp_path, batch_size=5, shuffle=False)
+    fast, _ = readers(loader, gpu=None, transform=None)
+    assert fast._pool is not None
+    rows = InProcess(fast._pool).read(batches(loader)[0]).told.rows
+    assert [row is not None for row in rows] == [name.endswith(("jpg", "jpeg")) for name in names]
+    assert all(row[3] % 64 == 0 for row in rows if row is not None)
+
+
+def test_shards_without_an_index_are_not_walked_by_each_process(shards: Path, tmp_path: Path) -> None:
+    shards = copytree(shards, tmp_path / "copy")
+    for path in shards.glob("*.idx"):
+        path.unlink()
+    loader = ShardLoader(shards, batch_size=60)
+    fast, _ = readers(loader, gpu=None, transform=None)
+    assert fast.has_processes  # nothing is known yet
+    fast.read(batches(loader)[0])
+    assert not fast.has_processes
+
+
+class Stub:
+    """Stands for a reader process; takes as long to start and to answer as the test wants."""
+
+    ready, running, most, started = True, 0, 0, 0
+    gate = threading.Barrier(1)
+
+    def __init__(self, *_: Any) -> None:
+        Stub.started += 1
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def read(self, *_: Any) -> SlotAnswer:
+        Stub.running += 1
+        Stub.most = max(Stub.most, Stub.running)
+        time.sleep(0.01)
+        Stub.running -= 1
+        return SlotAnswer([], 0.0, 0.0)
+
+
+def test_processes_are_few_and_nobody_waits_for_their_start(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_pool, "_ReaderProcess", Stub)
+    fast, _ = readers(ShardLoader(shards, batch_size=60), gpu=None, transform=None)
+    pool = fast._pool
+    assert pool is not None
+    monkeypatch.setattr(Stub, "ready", False)
+    assert [pool.read([]) for _ in range(3)] == [None] * 3 and Stub.started == 1
+    monkeypatch.setattr(Stub, "ready", True)
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda _: pool.read([]), range(64)))
+    assert None not in answers
+    assert 1 < Stub.started <= MAX_DECODERS and 1 < Stub.most <= MAX_DECODERS
+
+
+def test_a_fork_does_not_take_the_answers_of_the_process_that_it_comes_from(shards: Path) -> None:
+    loader = ShardLoader(shards, batch_size=60)
+    fast, _ = readers(loader, gpu=None, transform=None)
+    pool = fast._pool
+    assert pool is not None and pool.usable
+    here, there = Pipe()
+    child = os.fork()
+    if not child:
+        there.send((pool.usable, pool.read(batches(loader)[0]), fast.has_processes))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert here.recv() == (False, None, False) and pool.usable
+
+
+@pytest.mark.parametrize("error", [pickle.UnpicklingError("truncated"), ConnectionResetError("reset")])
+def test_a_process_that_failed_is_not_asked_again(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str], error: Exception
+) -> None:
+    """Its next answer may be that to the last request."""
+    fast, _ = readers(ShardLoader(shards, batch_size=60), gpu=None, transform=None)
+    pool = fast._pool
+    assert pool is not None
+
+    def fail(*_: Any) -> SlotAnswer:
+        raise error
+
+    monkeypatch.setattr(reader_pool, "_ReaderProcess", Stub)
+    monkeypatch.setattr(Stub, "read", fail)
+    assert pool.read([]) is None and not pool._idle and not pool.usable
+    assert len(messages) == 1 and str(error) in messages[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("executable", None), ("executable", ""), ("frozen", True)])
+def test_without_an_interpreter_to_start_threads_read(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(sys, name, value, raising=False)
+    fast, _ = readers(ShardLoader(shards, batch_size=60), gpu=None, transform=None)
+    assert not fast.has_processes and fast._pool is not None and fast._pool.read([]) is None
+
+
+def test_images_that_are_kept_are_said_to_hold_the_memory(shards: Path, messages: list[str]) -> None:
+    fast, _ = readers(ShardLoader(shards, batch_size=60), gpu=None, transform=None)
+    pool = fast._pool
+    assert pool is not None
+    pool._idle.append(Stub())  # type: ignore[arg-type]
+    kept = [pool.read([]) for _ in range(reader_pool._SLOTS)]
+    assert None not in kept and not messages
+    assert [pool.read([]), pool.read([])] == [None, None] and pool.usable
+    assert len(messages) == 1 and ".copy()" in messages[0]
+    kept.pop()
+    assert pool.read([]) is not None
+
+
+def test_processes_read_where_nothing_stands_against_it(shards: Path) -> None:
+    loader = ShardLoader(shards, batch_size=60)
+    for gpu, transform, has in ((GPU, MultiCrop(), True), (None, MultiCrop(), False), (None, invert, True)):
+        assert readers(loader, gpu=gpu, transform=transform)[0].has_processes is has
+
+
 @pytest.mark.usefixtures("small_slots")
 @pytest.mark.parametrize("substitute", [True, False])
+@pytest.mark.parametrize("how", [{}, {"gpu": None, "transform": invert}], ids=["for a GPU", "decoded there"])
 def test_time_is_counted_once_also_for_samples_that_a_process_declines(
-    shards: Path, substitute: bool
+    shards: Path, substitute: bool, how: dict[str, Any]
 ) -> None:
     loader = ShardLoader(shards, batch_size=60)
-    reader, _ = readers(loader, substitute=substitute)
+    reader, _ = readers(loader, substitute=substitute, **how)
     assert reader._pool is not None
     reader._pool = there = InProcess(reader._pool)  # type: ignore[assignment]
     for locations in batches(loader):
         began = time.perf_counter()
-        times = reader.read(locations).times
+        times = read(reader, locations).times
         edges = [began, *chain.from_iterable(times), time.perf_counter()]
         assert edges == sorted(edges), "spans of one thread do not overlap"
     assert sum(row is None for row in there.rows) > 40
@@ -204,7 +403,7 @@ def test_a_damaged_sample_is_left_to_this_process(shards: Path) -> None:
     assert fast._pool is not None
     there = InProcess(fast._pool)
     damaged = (0, 0, 0, 10)
-    (row, good) = there._reader.read(0, [damaged, (0, 0, 0, 11)])
+    (row, good) = there._reader.read(0, [damaged, (0, 0, 0, 11)]).rows
     assert row is None and good is not None and good[0] == "011"
     (bad,) = plain.read([damaged]).bad
     assert bad.key == "010" and "do not match" in bad.reason
@@ -217,11 +416,11 @@ def test_a_shard_that_is_truncated_while_in_use(shards: Path, tmp_path: Path) ->
     assert fast._pool is not None
     fast._pool = InProcess(fast._pool)  # type: ignore[assignment]
     first, *rest = batches(loader)
-    assert_equal(fast.read(first), plain.read(first))
+    assert_equal(read(fast, first), plain.read(first))
     path = min(shards.glob("*.tar"))
     os.truncate(path, path.stat().st_size // 2)
     for locations in rest[:3]:
-        found, expected = fast.read(locations), plain.read(locations)
+        found, expected = read(fast, locations), plain.read(locations)
         assert_equal(found, expected)
         assert any("truncated" in bad.reason for bad in found.bad)
 
@@ -250,13 +449,13 @@ def test_errors_of_storage_are_this_process_to_handle(shards: Path, monkeypatch:
     there._reader._shards = loader._shards
     for locations in batches(loader):
         expected = plain.read(locations)  # and shards are open
-        assert_equal(fast.read(locations), expected)
+        assert_equal(read(fast, locations), expected)
     assert calls[0] > 200 and sum(row is not None for row in there.rows) > 60
     monkeypatch.setattr(retries, "WAITS_S", (0.0,))
     monkeypatch.setattr(os, "preadv", always)
     monkeypatch.setattr(os, "pread", always)
     with pytest.raises(StorageError, match="Input/output error"):
-        fast.read(batches(loader)[0])
+        read(fast, batches(loader)[0])
 
 
 @pytest.mark.usefixtures("small_slots")
@@ -302,11 +501,11 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(messages: list[str]) -> N
 
 def test_json_that_is_nested_too_deeply_for_pickle_is_left_to_this_process() -> None:
     deep = json.loads("[" * 800 + "]" * 800)
-    good = ("a", {"json": [[1]]}, 0, 1, 2, 3, 4)
+    good = ("a", {"json": [[1]]}, "jpg", 0, 1, 2, 3, 4)
     here, there = Pipe()
     with here, there:
-        send_rows(there, [good, ("b", {"json": deep}, 0, 1, 2, 3, 4), None])
-        assert here.recv() == [good, None, None]
+        send_answer(there, SlotAnswer([good, ("b", {"json": deep}, *good[2:]), None], 0.5, 0.25))
+        assert here.recv() == ([good, None, None], 0.5, 0.25)
 
 
 def test_a_process_that_is_stopped_is_not_awaited_forever(
@@ -320,7 +519,7 @@ def test_a_process_that_is_stopped_is_not_awaited_forever(
     loader = ShardLoader(shards, batch_size=60)
     fast, plain = readers(loader)
     locations = batches(loader)[0]
-    assert_equal(fast.read(locations), plain.read(locations))
+    assert_equal(read(fast, locations), plain.read(locations))
     assert fast._pool is not None and fast._pool.read(locations) is None
     (message,) = messages
     found = re.search(r"\(process (\d+) did not answer in 0\.2 s\); they are read by threads", message)
@@ -354,20 +553,20 @@ def test_a_process_reads_the_same_samples_also_after_a_resume(
     expected = batches(resumed)
     assert expected == batches(loader)
     for locations in expected[:3]:
-        assert_equal(fast.read(locations), plain.read(locations))
+        assert_equal(read(fast, locations), plain.read(locations))
     assert pool._idle == [process] and not messages
     # a few calls for each sample, in the process that trains
     answer = pool.read(expected[0])
     assert answer is not None
-    read_there = [row is not None for row in answer.rows]
+    read_there = [row is not None for row in answer.told.rows]
     good = [location for location, is_good in zip(expected[0], read_there, strict=True) if is_good] * 10
     profile = cProfile.Profile()
-    chunk = profile.runcall(fast.read, good)
+    chunk = profile.runcall(fast.read, good, by_process=True)
     calls = sum(entry.callcount for entry in profile.getstats())
     assert len(chunk.values) == len(good) and calls / len(good) <= MAX_CALLS
     # a process that has ended is noticed, and this one reads
     process._process.kill()
-    assert_equal(fast.read(expected[0]), plain.read(expected[0]))
-    assert_equal(fast.read(expected[1]), plain.read(expected[1]))
+    assert_equal(read(fast, expected[0]), plain.read(expected[0]))
+    assert_equal(read(fast, expected[1]), plain.read(expected[1]))
     assert len(messages) == 1 and "read by threads" in messages[0]
     assert pool.read(expected[0]) is None and not pool._idle

@@ -8,16 +8,19 @@ import random
 import threading
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import simplejpeg
+import torch
 
-from headway.data import Shard, ShardLimits, ShardLoader, pack, shard_loader
-from headway.data.assembly import one_thread_suffices
-from headway.data.sample_reader import Chunk
-from headway.data.shards.decode import _HeaderCache, _plain_size
+from headway.data import Shard, ShardLimits, ShardLoader, pack
+from headway.data.counters import Span
+from headway.data.shards.decode import HeaderCache, _plain_size
 from headway.data.shards.indexes import DaliIndex
+from headway.data.sources.chunk import Chunk
+from headway.data.sources.read_mode import ReadCost, ReadMode, ReadModeChooser
 from headway.errors import BadShard
 
 MAX_CALLS = 46  # per sample, to read and decode it; each takes a tenth of a microsecond or more
@@ -112,7 +115,7 @@ def test_lines_with_other_parts_are_not_mistaken_for_one_another(tmp_path: Path)
 
 
 def test_headers_of_jpegs_that_are_remembered_say_what_each_says() -> None:
-    rng, cache = random.Random(0), _HeaderCache()
+    rng, cache = random.Random(0), HeaderCache()
     plain = [
         jpeg(height, width, seed=seed, quality=quality)
         for height, width in ((16, 16), (16, 24), (300, 2))
@@ -147,37 +150,120 @@ def chunk(thread: int, *, busy_us: float, took_us: float) -> Chunk:
     return Chunk(thread, count=10, busy_s=busy_us * 1e-5, times=[(3.0, 3.1, 3.0 + took_us * 1e-5)])
 
 
+SMALL = [chunk(1, busy_us=20, took_us=25), chunk(2, busy_us=20, took_us=60)]
+PHOTOS = [chunk(1, busy_us=900, took_us=1000), chunk(2, busy_us=900, took_us=1000)]
+
+
 @pytest.mark.parametrize(
-    ("chunks", "alone"),
+    ("chunks", "small"),
     [
-        ([chunk(1, busy_us=20, took_us=25), chunk(2, busy_us=20, took_us=60)], True),
+        (SMALL, True),
         ([chunk(n, busy_us=20, took_us=600) for n in range(16)], True),  # they wait for the interpreter
         ([chunk(1, busy_us=20, took_us=600)], False),  # for storage
-        ([chunk(1, busy_us=900, took_us=1000), chunk(2, busy_us=900, took_us=1000)], False),  # photos
+        (PHOTOS, False),
         ([], False),
     ],
 )
-def test_small_samples_are_read_by_one_thread_unless_it_waits(chunks: list[Chunk], alone: bool) -> None:
-    assert one_thread_suffices(chunks) is alone
-
-
-def test_batches_are_the_same_whichever_threads_read_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_samples_are_small_if_they_take_microseconds_and_not_for_waiting(
+    chunks: list[Chunk], small: bool
 ) -> None:
+    assert ReadCost.of(chunks).is_small() is small
+
+
+class Loop:
+    """A training loop that computes and waits as it is told."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self.chooser, self.now = ReadModeChooser(threads, gpu=None), 0.0
+
+    def take(
+        self, chunks: list[Chunk], waits: float, computes: float = 0.0, *, processes: bool = True
+    ) -> ReadMode:
+        began = self.now + computes
+        self.now = began + waits
+        self.chooser.observe(chunks, Span("wait", 1, began, self.now), processes=processes)
+        return self.chooser.mode
+
+
+def test_processes_read_small_samples_if_the_loop_waits_for_them() -> None:
+    one, by_processes, threads = ReadMode.ONE_THREAD, ReadMode.PROCESSES, ReadMode.THREADS
+    loop = Loop()
+    assert loop.chooser.mode is threads
+    assert [loop.take(SMALL, 0.4) for _ in range(3)] == [one, one, by_processes]
+    assert loop.take(SMALL, 0, 900) is by_processes, "they are there"
+    assert loop.take(SMALL, 0, processes=False) is one
+    assert Loop(threads=1).take(SMALL, 9) is one
+    busy = Loop()
+    assert {busy.take(SMALL, 0.1, 2.0) for _ in range(99)} == {one}, (
+        "a loop that hardly waits needs no processes"
+    )
+    busy.chooser.begin_pass()
+    assert [busy.take(SMALL, 9, 9999), busy.take(SMALL, 9)] == [one, by_processes]
+    assert Loop().take(PHOTOS, 9) is threads
+
+
+def test_processes_that_do_not_help_are_tried_ever_more_rarely() -> None:
+    loop, waits = Loop(), []
+    for _ in range(4):
+        batches = 0
+        while loop.take(SMALL, 0.1) is not ReadMode.PROCESSES:
+            batches += 1
+        waits.append(batches)
+        after = [loop.take(PHOTOS, 0) for _ in range(16)]  # or samples that wait for storage
+        assert after == [*[ReadMode.PROCESSES] * 15, ReadMode.THREADS], "one slow batch says nothing"
+    assert waits == pytest.approx([10, 20, 40, 80], abs=1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "threads", "sizes"),
+    [
+        (ReadMode.THREADS, 2, {0: 1, 1: 1, 8: 2, 1000: 64}),
+        (ReadMode.ONE_THREAD, 2, {0: 1, 1: 1, 1000: 1000}),
+        (ReadMode.PROCESSES, 2, {0: 1, 1: 1, 64: 64, 200: 128, 1000: 500}),
+        (ReadMode.PROCESSES, 64, {1: 1, 1000: 250}),
+    ],
+)
+def test_chunks_suit_those_who_read_them(mode: ReadMode, threads: int, sizes: dict[int, int]) -> None:
+    chooser = ReadModeChooser(threads, gpu=None)
+    chooser.mode = mode
+    assert {samples: chooser.chunk_samples(samples) for samples in sizes} == sizes
+    on_gpu = ReadModeChooser(8, gpu=torch.device("cuda"))
+    assert on_gpu.mode is ReadMode.PROCESSES and on_gpu.chunk_samples(256) == 32, (
+        "all threads that were asked for"
+    )
+
+
+def test_batches_are_the_same_whoever_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [{"__key__": f"{n}", "jpg": jpeg(8, 8, seed=n), "cls": n} for n in range(96)]
     samples[40]["jpg"] = b"broken"
     pack(iter(samples), tmp_path)
     found, names = [], list[set[str]]()
 
-    def note(sample: dict[str, object], _: np.random.Generator) -> dict[str, object]:
+    def note(sample: dict[str, Any], _: np.random.Generator) -> dict[str, object]:
         names[-1].add(threading.current_thread().name.rpartition("_")[0])
+        sample["jpg"] += 1  # it is the transform's own
         return sample
 
-    for alone in (False, True):
-        monkeypatch.setattr(shard_loader, "one_thread_suffices", lambda _, alone=alone: alone)
+    def read_by(mode: ReadMode) -> ShardLoader:
+        def observe(chooser: ReadModeChooser, *_: Any, **__: Any) -> None:
+            chooser.mode = mode
+
+        monkeypatch.setattr(ReadModeChooser, "observe", observe)
         names.append(set())
         loader = ShardLoader(tmp_path, batch_size=8, threads=2, transform=note, max_bad=0.5)
-        found.append([batch["cls"].tolist() for batch in loader])
+        found.append([(batch["cls"].tolist(), batch["jpg"].tolist()) for batch in loader])
         assert [bad.key for bad in loader.bad] == ["40"]
-    assert found[0] == found[1] and len(found[0]) == 12
-    assert names == [{"headway load"}, {"headway load", "headway gather"}]  # the first batch tells
+        return loader
+
+    processes = [len(_processes(read_by(mode))) for mode in ReadMode]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 12
+    load, gather = "headway load", "headway gather"
+    assert names == [{load}, {load, gather}, {load}]  # the first batch tells
+    assert processes[:2] == [0, 0] and processes[2] in (1, 2)
+
+
+def _processes(loader: ShardLoader) -> list[Any]:
+    """The processes that have read for a loader."""
+    pool = loader._reader._pool
+    assert pool is not None and pool.usable
+    return pool._idle

@@ -14,6 +14,7 @@ pytestmark = [
 
 
 def test_a_sample_has_the_memory_that_torch_takes() -> None:
+    torch.cuda.empty_cache()  # what earlier tests left would be taken first
     with nvml_session() as handles:
         samples = [sample_gpu(index, handle) for index, handle in enumerate(handles)]
         before = next(

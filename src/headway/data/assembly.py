@@ -18,21 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import torch
 
-from headway import dist
 from headway.data.counters import Span
 from headway.data.feed.device_feed import DeviceFeed, StagedBatch
 from headway.data.images.batch import PLACE, SAMPLES, Batch, finish_batch, join_crops
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import Ints, UInts
-from headway.data.sample_reader import (
-    KEY,
-    Chunk,
-    SampleLocation,
-    SampleReader,
-    Transform,
-)
+from headway.data.sample_reader import KEY, SampleReader, Transform
+from headway.data.sources.chunk import Chunk, SampleLocation
 from headway.errors import HeadwayError
-from headway.system.limits import usable_cpus
 
 if TYPE_CHECKING:
     from headway.data.images.device.device_batch import GpuBatcher
@@ -42,9 +35,6 @@ _NUMBERS = int, float
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
 _MAX_EXACT_FLOAT = 2**53  # up to which float64 has all whole numbers
 _SWITCH_S = 0.0001
-_GPU_READERS = 3  # threads, each of which has a process read
-_SMALL_SAMPLE_S = 50e-6  # of a core's time
-_MAX_WAIT = 4  # times as long as threads that only wait for the interpreter
 
 
 class RankBatch(NamedTuple):
@@ -173,30 +163,6 @@ def _decode_on_gpu(batcher: GpuBatcher, reader: SampleReader, chunks: list[Chunk
         reader.decode_on_cpu(*places[at])
     if failed:
         batcher.decode([value for chunk in chunks for value in chunk.values])
-
-
-def reader_threads(threads: int | None, gpu: torch.device | None) -> int:
-    """Returns how many threads read and decode: as many as this rank has CPUs, unless the user gave a number.
-
-    Where a GPU decodes, each has a process read, and a few of those suffice.
-    """
-    if threads is not None:
-        return threads
-    cpus = usable_cpus()
-    mine = max(1, cpus // dist.local_world_size()) if dist.is_initialized() else cpus
-    return mine if gpu is None else min(mine, _GPU_READERS)
-
-
-def one_thread_suffices(chunks: Sequence[Chunk]) -> bool:
-    """Whether one thread should read samples like these: they take microseconds, and not for waiting for storage.
-
-    They hold the interpreter nearly all the time, and threads that pass it to each other after every call are slower
-    than one thread.
-    """
-    samples, busy_s = sum(chunk.count for chunk in chunks), sum(chunk.busy_s for chunk in chunks)
-    took_s = sum(times[-1] - times[0] for chunk in chunks for times in chunk.times)
-    threads = len({chunk.thread for chunk in chunks})
-    return busy_s < _SMALL_SAMPLE_S * samples and took_s < _MAX_WAIT * threads * busy_s
 
 
 def loader_pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -6,7 +6,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -40,6 +40,7 @@ from headway.data.order.permutation import Ints, UInts, as_uints, derive_key, de
 from headway.data.quarantine import QuarantinedSample
 from headway.data.shards.decode import (
     IMAGES,
+    RGB_BYTES,
     Decoder,
     LatePart,
     SampleDecoder,
@@ -52,14 +53,13 @@ from headway.data.shards.decode import (
 )
 from headway.data.shards.label_order import LABEL
 from headway.data.shards.tar import ShardLimits
+from headway.data.sources.chunk import Chunk, SampleLocation, memory_bytes
 from headway.data.sources.open_shards import OpenShards
-from headway.data.sources.reader_pool import ReaderPool
-from headway.data.sources.reader_process import EncodedRow, ReaderSettings
+from headway.data.sources.reader_pool import MAX_DECODERS, ReadAnswer, ReaderPool
+from headway.data.sources.reader_process import ReaderSettings, SampleRow, SlotAnswer
 from headway.errors import BadSample, BadShard, HeadwayError, UsageError
 from headway.system.retries import retries_in_this_thread
 
-SampleLocation = tuple[int, int, int, int]
-"""dataset, epoch, shard, sample"""
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
 
@@ -82,34 +82,10 @@ def checked_transform(transform: Transform | ImageTransform | None) -> Transform
 KEY = "__key__"
 """the part of a sample that has its name"""
 _MAX_SUBSTITUTES = 8
+_MIN_ASKED = 1000  # samples, before processes that decline most of them are asked no more
 _READ_BYTES = 2**20  # that a thread reads before it decodes
 _MAX_SIDE_PIXELS = 2**31 - 1  # the tables of crops have 32 bits
 _TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
-
-
-@dataclass(slots=True)
-class Chunk:
-    """A few consecutive samples of a batch, with the bytes and the time that they took."""
-
-    thread: int
-    values: list[Any] = field(default_factory=list)
-    count: int = 0
-    """how many values there were, once the batch is assembled"""
-    size: int = 0
-    """bytes in memory at most"""
-    read: int = 0
-    """bytes in the shards"""
-    read_retries: int = 0
-    bad: list[QuarantinedSample] = field(default_factory=list)
-    substitutes: set[int] = field(default_factory=set)
-    """which of the values replace bad samples"""
-    labels: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """dataset, shard, sample and label, while the order of labels is of interest"""
-    busy_s: float = 0.0
-    """of a core's time, for all stages"""
-    transform_s: float = 0.0
-    times: list[tuple[float, ...]] = field(default_factory=list)
-    """for a few samples at a time: when reading began, and when reading, decoding and any transform ended"""
 
 
 @dataclass(slots=True)
@@ -158,10 +134,14 @@ class SampleReader:
         own = own_parts(transform) if isinstance(transform, ImageTransform) else set[str]()
         self._decoder = SampleDecoder(decoders, limits, {KEY, *own})
         self._pool: ReaderPool | None = None
-        if gpu is not None and not shards.cached:
+        self._asked = 0, 0  # samples that processes were asked for, and those that they declined
+        if not shards.cached and on_gpu == isinstance(transform, ImageTransform):
             names = frozenset({KEY, *own}), frozenset(decoders)
-            settings = ReaderSettings(shards.sources, shards.max_open, limits, *names)
-            self._pool = ReaderPool(settings, HostPinning(gpu))
+            settings = ReaderSettings(shards.sources, shards.max_open, limits, *names, decodes=not on_gpu)
+            if gpu is not None:
+                self._pool = ReaderPool(settings, HostPinning(gpu))
+            else:
+                self._pool = ReaderPool(settings, max_processes=MAX_DECODERS, waits=False)
         self._begin = self._begin_for_gpu if self._gpu_bytes else self._decoder.begin
         crops = transform if isinstance(transform, ImageTransform) and not on_gpu else None
         self._reduces = crops is not None and crops.scaled_decode
@@ -173,22 +153,42 @@ class SampleReader:
         """Returns memory for the crops of so many samples; None if those of each have memory of their own."""
         return CropMemory(self._joins, samples, self.crop_pool) if self._joins is not None else None
 
+    @property
+    def has_processes(self) -> bool:
+        """Whether processes should read for the threads: not where crops are made here, nor from a node's cache, nor
+        shards without an index, which each of them would walk, nor samples most of which they leave to this one."""
+        asked, declined = self._asked
+        return (
+            self._pool is not None
+            and self._pool.usable
+            and self._shards.indexed
+            and (asked < _MIN_ASKED or declined <= asked // 2)
+        )
+
     def read(
-        self, locations: Sequence[SampleLocation], first: int = 0, memory: CropMemory | None = None
+        self,
+        locations: Sequence[SampleLocation],
+        first: int = 0,
+        memory: CropMemory | None = None,
+        *,
+        by_process: bool = False,
     ) -> Chunk:
         """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
         from the processor's cache, and whatever runs between two of them takes several times as long.
 
-        Crops are written into `memory`, in which the first of these samples has the number `first`.
+        Crops are written into `memory`, in which the first of these samples has the number `first`. With `by_process`,
+        a process reads them, if one can.
         """
         chunk, retries = Chunk(threading.get_native_id()), retries_in_this_thread()
         busy = time.thread_time()
-        done = self._read_by_process(self._pool, locations, chunk) if self._pool is not None else 0
+        pool = self._pool if by_process else None
+        done = self._read_by_process(pool, locations, chunk) if pool is not None else 0
         if done < len(locations):
             self._read_each(locations[done:], chunk, first + done, memory)
         if self._gpu_bytes:
             chunk.size += len(chunk.values) * self._gpu_bytes + chunk.read
-        chunk.read_retries, chunk.busy_s = retries_in_this_thread() - retries, time.thread_time() - busy
+        chunk.read_retries = retries_in_this_thread() - retries
+        chunk.busy_s += time.thread_time() - busy
         return chunk
 
     def _read_each(
@@ -216,29 +216,63 @@ class SampleReader:
             answer = pool.read(locations[done:])
             if answer is None:
                 break
-            read = time.perf_counter()
-            for location, row in zip(locations[done:], answer.rows, strict=False):
-                if row is not None:
-                    self._add_encoded(chunk, location, row, answer.memory)
-                    continue
-                end = time.perf_counter()
-                chunk.times.append((began, read, end, end))
-                self._read_each([location], chunk, 0, None)  # which adds its own times
-                began = read = time.perf_counter()
-            done, end = done + len(answer.rows), time.perf_counter()
-            chunk.times.append((began, read, end, end))
+            self._note_rows(chunk, locations[done:], answer.told)
+            add = self._add_encoded_rows if self._gpu_bytes else self._add_decoded_rows
+            add(chunk, locations[done:], answer, began)
+            done += len(answer.told.rows)
         return done
 
+    def _note_rows(self, chunk: Chunk, locations: Sequence[SampleLocation], told: SlotAnswer) -> None:
+        """Notes what reading samples took, and their labels."""
+        chunk.busy_s += told.busy_s
+        chunk.read += sum([row[-1] for row in told.rows if row is not None])
+        if self._watch.watching:
+            chunk.labels += [
+                (dataset, shard, sample, row[1][LABEL])
+                for (dataset, _, shard, sample), row in zip(locations, told.rows, strict=False)
+                if row is not None and type(row[1].get(LABEL)) is int
+            ]
+
+    def _add_decoded_rows(
+        self, chunk: Chunk, locations: Sequence[SampleLocation], answer: ReadAnswer, began: float
+    ) -> None:
+        rows, read_s, _ = answer.told
+        pixels, read, samples = np.frombuffer(answer.memory, np.uint8), began + read_s, list[_ReadSample]()
+        for location, row in zip(locations, rows, strict=False):
+            if row is None:
+                sample = self._read_sample(location, [], chunk)
+                if sample is not None:
+                    samples.append(sample)
+                continue
+            key, value, name, start, end, height, width, _ = row
+            value[name] = pixels[start:end].reshape(height, width, RGB_BYTES)
+            value[KEY] = key
+            samples.append(_ReadSample(location, value, [], []))
+        asked, declined = self._asked
+        self._asked = asked + len(rows), declined + rows.count(None)
+        self._finish(chunk, samples, began, read)
+
+    def _add_encoded_rows(
+        self, chunk: Chunk, locations: Sequence[SampleLocation], answer: ReadAnswer, began: float
+    ) -> None:
+        read = time.perf_counter()
+        for location, row in zip(locations, answer.told.rows, strict=False):
+            if row is not None:
+                self._add_encoded(chunk, location, row, answer.memory)
+                continue
+            end = time.perf_counter()
+            chunk.times.append((began, read, end, end))
+            self._read_each([location], chunk, 0, None)  # which adds its own times
+            began = read = time.perf_counter()
+        end = time.perf_counter()
+        chunk.times.append((began, read, end, end))
+
     def _add_encoded(
-        self, chunk: Chunk, location: SampleLocation, row: EncodedRow, memory: memoryview
+        self, chunk: Chunk, location: SampleLocation, row: SampleRow, memory: memoryview
     ) -> None:
         """Adds a sample to a chunk as `_finish` does. Optimized, because it runs for each sample."""
-        key, value, start, end, height, width, count = row
+        key, value, _, start, end, height, width, _ = row
         data = memory[start:end]
-        chunk.read += count
-        if self._watch.watching and type(value.get(LABEL)) is int:
-            dataset, _, shard, sample = location
-            chunk.labels.append((dataset, shard, sample, value[LABEL]))
         value[KEY], value[SAMPLES] = key, location
         value[IMAGE] = EncodedImage(data, height, width, orientation(data) if self._exif else 1)
         chunk.values.append(value)
@@ -284,15 +318,18 @@ class SampleReader:
             return None
         return EncodedImage(data, *size, orientation(data) if self._exif else 1)
 
-    def _finish(self, chunk: Chunk, samples: list[_ReadSample], began: float) -> None:
-        """Decodes images. A transform follows each at once, while it is in the cache, and often makes it smaller."""
-        read, transformed = time.perf_counter(), chunk.transform_s
+    def _finish(
+        self, chunk: Chunk, samples: list[_ReadSample], began: float, read: float | None = None
+    ) -> None:
+        """Decodes images, unless they are since they were `read`. A transform follows each at once, while it is in the
+        cache, and often makes it smaller."""
+        read, transformed = read or time.perf_counter(), chunk.transform_s
         if self._draws is not None:
             self._draw(samples, self._draws)
         finished = [sample for each in samples if (sample := self._complete(each, chunk)) is not None]
         end = time.perf_counter()
         if self._transform is None:
-            chunk.size += sum([_bytes(sample.value) for sample in finished])
+            chunk.size += sum([memory_bytes(sample.value) for sample in finished])
             chunk.times.append((began, read, end))
         else:
             chunk.times.append((began, read, end - (chunk.transform_s - transformed), end))
@@ -316,9 +353,9 @@ class SampleReader:
                 if self._gpu_bytes:
                     sample.value = self._for_gpu(sample) if IMAGE not in sample.value else sample.value
                 elif self._transform is not None:
-                    began, size = time.perf_counter(), _bytes(sample.value)
+                    began, size = time.perf_counter(), memory_bytes(sample.value)
                     sample.value = self._apply_transform(sample)
-                    chunk.size += max(size, _bytes(sample.value))
+                    chunk.size += max(size, memory_bytes(sample.value))
                     chunk.transform_s += time.perf_counter() - began
                 if on_cpu:
                     self._decode_encoded(sample.value)
@@ -461,28 +498,3 @@ def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
             f"{long} x {short} pixels would be resized to {longest} in the long side: cut the image"
         )
     return image
-
-
-def _bytes(value: Any) -> int:
-    """Returns about how many bytes a value takes. Optimized, because it runs for each sample."""
-    kind = type(value)
-    if kind is dict:
-        size = 0
-        for part in value.values():
-            inner = type(part)
-            if inner is np.ndarray:
-                size += part.nbytes
-            elif inner is str:
-                size += len(part)
-            else:
-                size += 8 if inner is int else _bytes(part)
-        return size
-    if kind is np.ndarray or kind is torch.Tensor:
-        return int(value.nbytes)
-    if kind is str or kind is bytes:
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(map(_bytes, value.values()))
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return int(value.nbytes)
-    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 8

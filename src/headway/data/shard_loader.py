@@ -1,7 +1,7 @@
 """`ShardLoader`: batches from tar shards, in an exact order and exact proportions, at the speed of the decoder.
 
-A few threads read and decode; decoders release the interpreter lock. Where a GPU decodes, processes read for the
-threads, into memory that they share, so that nothing is copied between them. What they load is computed from the
+A few threads read and decode; decoders release the interpreter lock. Where a GPU decodes, or samples are so small that
+Python is the limit, processes read for the threads, into memory that they share. What they load is computed from the
 position: a `Timeline` decides on the dataset, an `Order` on the sample, and the samples of a batch are split between
 ranks by lane, so that a node reads few shards. The position and the changes of weights are the whole state.
 """
@@ -28,9 +28,7 @@ from headway.data.assembly import (
     RankBatch,
     loader_pool,
     make_assembler,
-    one_thread_suffices,
     quick_switches,
-    reader_threads,
 )
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
@@ -47,14 +45,14 @@ from headway.data.order.mix_order import MixOrder, check_places, datasets_change
 from headway.data.order.order import Shuffle, check_same_order
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
-from headway.data.sample_reader import Chunk, SampleLocation, SampleReader, Transform, checked_transform
+from headway.data.sample_reader import SampleReader, Transform, checked_transform
 from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
+from headway.data.sources.chunk import Chunk, SampleLocation
 from headway.data.sources.mix import Mix
 from headway.data.sources.open_shards import OpenShards, find_sources
+from headway.data.sources.read_mode import ReadMode, ReadModeChooser
 from headway.errors import UsageError
-
-_MAX_CHUNK_SAMPLES = 64  # that a thread loads at a time: a task costs as much as two small samples
 
 
 @final
@@ -122,6 +120,7 @@ class ShardLoader:
         self._timeline: Timeline | None = None
         self._feed: DeviceFeed | None = None
         self._prefetcher: Prefetcher | None = None
+        self._chooser: ReadModeChooser | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
         self._transform, self._decoders = checked_transform(transform), dict(decoders or {})
         self._gpu, self._collate = usable_gpu(device, transform), collate_fn
@@ -181,14 +180,18 @@ class ShardLoader:
     def _loop(self, number: int) -> Iterator[Any]:
         self._counters.open_trace(self._trace_path, rank=self._split.rank_and_world_size()[0])
         self._label_watch.watching &= self._split.rank_and_world_size()[0] == 0  # one warning is enough
-        pool = loader_pool(reader_threads(self._threads, self._gpu), "headway load")
+        if self._chooser is None:  # now the number of ranks is known
+            self._chooser = ReadModeChooser(self._threads, self._gpu)
+        chooser = self._chooser
+        chooser.begin_pass()
+        pool = loader_pool(chooser.threads, "headway load")
         prefetcher = self._prefetcher = (
             None if self._cache is None else Prefetcher(self._cache, self._shards.keep)
         )
         pools = pool, loader_pool(1, "headway gather"), loader_pool(1, "headway collate")
         try:
             with quick_switches(active=self._gpu is not None):
-                yield from self._load(*pools, number)
+                yield from self._load(*pools, chooser, number)
         finally:
             for each in pools:
                 each.shutdown(wait=False, cancel_futures=True)
@@ -209,11 +212,12 @@ class ShardLoader:
         pool: ThreadPoolExecutor,
         gathering: ThreadPoolExecutor,
         collating: ThreadPoolExecutor,
+        chooser: ReadModeChooser,
         number: int,
     ) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
         waiting: deque[PendingBatch] = deque()
-        timeline, largest, one_thread, feed = self._weights_over_time(), 0, False, self._feed
+        timeline, largest, feed = self._weights_over_time(), 0, self._feed
         upcoming = self._rank_batches(timeline, self._position)
         self._prefetch_shards(timeline)
         while True:
@@ -228,8 +232,9 @@ class ShardLoader:
                 batch = next(upcoming, None)
                 if batch is None:
                     break
-                reads = self._reads(batch.locations, one_thread=one_thread)
-                chunks = [] if one_thread else [pool.submit(read) for read in reads]
+                reads = self._reads(batch.locations, chooser)
+                alone = chooser.mode is ReadMode.ONE_THREAD
+                chunks = [] if alone else [pool.submit(read) for read in reads]
                 results = [chunk.result for chunk in chunks] or reads
                 gathered = gathering.submit(self._assembler.gather, results)
                 result = collating.submit(self._assembler.assemble, gathered, batch.padding, feed)
@@ -241,7 +246,7 @@ class ShardLoader:
             assembled = result.result()
             waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
             largest = max(largest, sum(chunk.size for chunk in assembled.chunks))
-            one_thread = self._gpu is None and one_thread_suffices(assembled.chunks)
+            chooser.observe(assembled.chunks, waited, processes=self._reader.has_processes)
             with self._position_lock:
                 if self._weights_over_time() is not timeline:
                     continue  # another thread has just changed weights: this batch is no longer the next
@@ -258,16 +263,11 @@ class ShardLoader:
                 staged = isinstance(assembled.value, StagedBatch)
                 yield assembled.value.hand_over() if staged else assembled.value
 
-    def _reads(self, locations: list[SampleLocation], *, one_thread: bool) -> list[Callable[[], Chunk]]:
-        """Splits a batch into chunks: a few samples each, because tasks have a cost, but enough for all threads. One
-        thread that reads by itself takes all samples."""
-        threads, memory = reader_threads(self._threads, self._gpu), self._reader.crop_memory(len(locations))
-        if one_thread or self._gpu is not None:  # processes read for a GPU, and a request has a cost, too
-            size = max(1, -(-len(locations) // (1 if one_thread else threads)))
-        else:
-            size = max(1, min(_MAX_CHUNK_SAMPLES, len(locations) // (2 * threads)))
-        starts = range(0, len(locations) or 1, size)
-        return [partial(self._reader.read, locations[at : at + size], at, memory) for at in starts]
+    def _reads(self, locations: list[SampleLocation], chooser: ReadModeChooser) -> list[Callable[[], Chunk]]:
+        """Splits a batch into chunks, and returns what reads each."""
+        memory, size = self._reader.crop_memory(len(locations)), chooser.chunk_samples(len(locations))
+        read = partial(self._reader.read, memory=memory, by_process=chooser.mode is ReadMode.PROCESSES)
+        return [partial(read, locations[at : at + size], at) for at in range(0, len(locations) or 1, size)]
 
     def _may_prefetch(self, batches: int, largest: int) -> bool:
         """Whether so many batches fit in memory; only one, until the size of a batch is known."""

@@ -10,6 +10,7 @@ import errno
 import os
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,18 @@ def read_regular(path: Path) -> bytes:
     if len(data) > _LARGEST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {_LARGEST_BYTES >> 20} MiB", str(path))
     return data
+
+
+def open_unnamed(name: str) -> int:
+    """Opens a file in memory that no other process can find; `name` is what lists of open files show.
+
+    Some builds of Python (those for old versions of glibc) and other systems than Linux have a temporary file instead.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    memory = "/dev/shm"
+    with tempfile.TemporaryFile(dir=memory if os.access(memory, os.W_OK) else None) as file:
+        return os.dup(file.fileno())
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
-import tempfile
 from typing import Any, final
 
 import torch
 
 from headway.checkpoint.write.planner import RankShare
 from headway.errors import StorageError
+from headway.system.files import open_unnamed
 
 _GRAIN_BYTES = 2 << 20  # a state that grows a little needs no new memory
 _CUDA_HOST_REGISTER_PORTABLE = 1  # page-locked for all devices
@@ -41,11 +40,7 @@ class HostMemory:
     """The shared memory. It grows to the size of the largest share; it has no name, so nothing else can open it."""
 
     def __init__(self) -> None:
-        if sys.platform == "linux":
-            self.fd = os.memfd_create("headway-checkpoint")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
+        self.fd = open_unnamed("headway-checkpoint")
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
         self._last = HostCopy([])

@@ -28,6 +28,8 @@ Pixels = npt.NDArray[np.uint8]
 LatePart = tuple[str, memoryview, Decoder]
 """the extension of an image, its bytes, and the function that decodes them"""
 
+RGB_BYTES = 3
+"""of a pixel"""
 _START, _SCAN, _END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
 # markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
@@ -210,7 +212,7 @@ def _image(kind: str, limits: ShardLimits) -> Callable[[memoryview], Decoder]:
     if kind not in _JPEGS or simplejpeg is None:
         return lambda _: by_pillow
     by_simplejpeg: Decoder = partial(_jpeg, simplejpeg.decode_jpeg, by_pillow)
-    sizes, unchecked = _HeaderCache(), min(limits.pixels, _SMALL_IMAGE_BYTES // _RGB)
+    sizes, unchecked = HeaderCache(), min(limits.pixels, _SMALL_IMAGE_BYTES // RGB_BYTES)
 
     def choose(data: memoryview) -> Decoder:
         size = sizes.size(data)
@@ -224,7 +226,7 @@ def _image(kind: str, limits: ShardLimits) -> Callable[[memoryview], Decoder]:
                 return by_pillow
             size = height, width
         if size[0] * size[1] > unchecked:
-            _check(size[1], size[0], _RGB, data, limits)
+            _check(size[1], size[0], RGB_BYTES, data, limits)
         return by_simplejpeg
 
     return choose
@@ -237,6 +239,18 @@ def _jpeg(decode_jpeg: Decoder, by_pillow: Decoder, data: memoryview) -> Any:
         return decode_jpeg(data)
     except ValueError:
         return by_pillow(data)
+
+
+def decode_jpeg_into(memory: memoryview, data: memoryview, height: int, width: int) -> bool:
+    """Decodes a JPEG of this size to RGB, into memory; False if libjpeg-turbo refuses it or is not installed."""
+    simplejpeg = _simplejpeg()
+    if simplejpeg is None:
+        return False
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(data, buffer=memory)
+    except ValueError:
+        return False
+    return pixels.shape == (height, width, RGB_BYTES)
 
 
 def decode_rgb(data: memoryview, limits: ShardLimits | None = None) -> Pixels:
@@ -293,6 +307,15 @@ def image_name(names: Iterable[str]) -> str | None:
     return next((name for name in names if name in IMAGES), None)
 
 
+def is_jpeg(extension: str) -> bool:
+    """Whether parts with an extension are JPEGs, whatever their bytes are.
+
+    >>> is_jpeg("crop.jpg"), is_jpeg("jpg.png")
+    (True, False)
+    """
+    return extension.rpartition(".")[2] in _JPEGS
+
+
 def jpeg_name(names: Iterable[str], own: Container[str]) -> str | None:
     """Returns which part of a sample is its image, if that is a JPEG and has no decoder of the user's `own`.
 
@@ -313,7 +336,7 @@ def plain_jpeg_size(data: memoryview, limits: ShardLimits) -> tuple[int, int] | 
     if size is None or not all(size):
         return None
     try:
-        _check(size[1], size[0], _RGB, data, limits)
+        _check(size[1], size[0], RGB_BYTES, data, limits)
     except ValueError as error:
         raise _bad("jpg", data, error) from error
     return size
@@ -348,7 +371,7 @@ def _plain_header(data: memoryview) -> tuple[int, int, int] | None:
 
 
 @final
-class _HeaderCache:
+class HeaderCache:
     """Remembers what the headers of JPEGs say: thumbnails of one encoder and size begin with the same bytes."""
 
     def __init__(self) -> None:
@@ -380,7 +403,7 @@ def _pillow(data: memoryview, limits: ShardLimits, *, keep: bool = False) -> npt
     with _open_image(data) as image:
         stored = image.tile[0][3] if image.format == "PNG" and image.tile else ""
         width, height = image.size
-        _check(width, height, _STORED_BYTES.get(image.mode, _RGB) if stored else _RGB, data, limits)
+        _check(width, height, _STORED_BYTES.get(image.mode, RGB_BYTES) if stored else RGB_BYTES, data, limits)
         if data[:2] == _START and _plain_size(data) is None:
             _check_scans(data, limits)
         if getattr(image, "n_frames", 1) > limits.frames:  # formats without frames do not have it
@@ -412,7 +435,6 @@ def _open_image(data: memoryview) -> Any:
     raise ValueError("it is no JPEG, PNG or WebP image")
 
 
-_RGB = 3  # bytes per pixel
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "LA": 2, "I": 2, "I;16": 2}  # per pixel of a PNG, by Pillow's mode
 
 

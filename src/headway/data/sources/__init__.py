@@ -1,4 +1,4 @@
-"""The datasets of a mix, their shards while they are open, and the processes that read them for a GPU."""
+"""The datasets of a mix, their shards while they are open, and who reads them: threads or processes."""
 
 from __future__ import annotations
 

@@ -125,6 +125,8 @@ class OpenShards:
         self._open: OrderedDict[tuple[int, int], _OpenShard] = OrderedDict()
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
+        self.indexed = True
+        """whether all shards that were opened have an index: others take long to open"""
 
     @property
     def cached(self) -> bool:
@@ -168,6 +170,7 @@ class OpenShards:
                 "since, and positions would mean other samples; create the loader again"
             )
         with self._lock:
+            self.indexed &= opened.index.stated
             self._indexes[dataset, shard] = opened.index
             self._indexes.move_to_end((dataset, shard))
             if len(self._indexes) > self._max_indexes:

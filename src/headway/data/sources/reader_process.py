@@ -1,9 +1,9 @@
 """The program of a reader process: it reads samples for a rank, into memory that both share.
 
-Threads of one interpreter read 10,000 photos a second, however many they are; a GPU decodes three times as many. A
-reader process has an interpreter of its own. It reads what is as usual: a JPEG for the GPU, with numbers or text beside
-it. For all else it returns nothing, and the rank reads that sample itself: what becomes of a sample does not depend on
-who read it.
+Threads of one interpreter read 10,000 photos a second, however many they are, where a GPU decodes three times as many;
+and they read and decode 30,000 thumbnails, where two cores decode 80,000. A reader process has an interpreter of its
+own. It reads what is as usual: a JPEG with numbers or text beside it, which it decodes unless a GPU does. For all else
+it returns nothing, and the rank reads that sample itself: what becomes of a sample does not depend on who read it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -23,7 +24,15 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from headway.data.shards.decode import SampleDecoder, jpeg_name, plain_jpeg_size
+from headway.data.shards.decode import (
+    RGB_BYTES,
+    HeaderCache,
+    SampleDecoder,
+    decode_jpeg_into,
+    is_jpeg,
+    jpeg_name,
+    plain_jpeg_size,
+)
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.open_shards import OpenShards, Source
 from headway.errors import HeadwayError
@@ -31,9 +40,25 @@ from headway.system import retries
 
 SLOT_BYTES = 2**23
 """of the shared memory that one answer fills"""
-EncodedRow = tuple[str, dict[str, Any], int, int, int, int, int]
-"""a sample: its key; its parts but the JPEG; where that begins and ends in the slot; its height and width; and the
-bytes of all parts. A plain tuple, because one is made for each sample."""
+_MAX_READ_BYTES = 2**22  # of samples that are decoded one after the other
+_ANSWER_S = (
+    5.0  # that a request takes at most, if one sample does not: shards may have to be opened for the others
+)
+_ALIGNMENT_BYTES = 64
+SampleRow = tuple[str, dict[str, Any], str, int, int, int, int, int]
+"""a sample: its key; its parts; which of them is the image, and where that begins and ends in the slot; its height and
+width; and the bytes of all parts in the shard. A plain tuple, because one is made for each sample."""
+
+
+class SlotAnswer(NamedTuple):
+    """What a reader process tells of the samples in a slot."""
+
+    rows: list[SampleRow | None]
+    """for the first of the wanted samples; None for each that the rank has to read by itself"""
+    read_s: float
+    """that reading took, and not decoding"""
+    busy_s: float
+    """of a core's time"""
 
 
 class ReaderSettings(NamedTuple):
@@ -47,17 +72,19 @@ class ReaderSettings(NamedTuple):
     """names that no part of a sample may have"""
     decoders: frozenset[str]
     """extensions that the rank decodes by functions of its own"""
+    decodes: bool
+    """whether images are decoded; otherwise they stay as they are, for a GPU"""
 
     def to_json(self) -> str:
         sources = [(each.name, [*map(str, each.paths)], [*map(int, each.counts)]) for each in self.sources]
         names = sorted(self.reserved), sorted(self.decoders)
-        return json.dumps([sources, self.max_open, asdict(self.limits), *names])
+        return json.dumps([sources, self.max_open, asdict(self.limits), *names, self.decodes])
 
     @classmethod
     def from_json(cls, text: str) -> ReaderSettings:
-        sources, max_open, limits, reserved, decoders = json.loads(text)
+        sources, max_open, limits, reserved, decoders, decodes = json.loads(text)
         found = [Source(name, [*map(Path, paths)], counts) for name, paths, counts in sources]
-        return cls(found, max_open, ShardLimits(**limits), frozenset(reserved), frozenset(decoders))
+        return cls(found, max_open, ShardLimits(**limits), frozenset(reserved), frozenset(decoders), decodes)
 
 
 class _SlotFull(Exception):
@@ -71,25 +98,37 @@ class SlotReader:
     def __init__(self, settings: ReaderSettings, memory: memoryview) -> None:
         self._shards = OpenShards(settings.sources, settings.max_open, settings.limits)
         self._limits, self._decoded_there = settings.limits, settings.decoders
-        self._decoder = SampleDecoder({}, settings.limits, settings.reserved)
-        self._memory, self._slot, self._used = memory, memory[:0], 0
+        self._decoder, self._sizes = SampleDecoder({}, settings.limits, settings.reserved), HeaderCache()
+        self._rows = self._decoded_rows if settings.decodes else self._encoded_rows
+        self._memory, self._slot, self._used, self._deadline = memory, memory[:0], 0, 0.0
 
-    def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> list[EncodedRow | None]:
+    def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> SlotAnswer:
         """Reads as many of some samples as the slot has room for, given their dataset, epoch, shard and number."""
-        rows = list[EncodedRow | None]()
         self._slot, self._used = self._memory[slot * SLOT_BYTES :][:SLOT_BYTES], 0
+        began, busy = time.perf_counter(), time.process_time()
+        self._deadline = began + _ANSWER_S
+        rows, read = self._rows(locations)
+        return SlotAnswer(rows, read - began, time.process_time() - busy)
+
+    def _encoded_rows(
+        self, locations: Sequence[tuple[int, int, int, int]]
+    ) -> tuple[list[SampleRow | None], float]:
+        """Returns samples whose images are as they were in the shard, and when all were read."""
+        rows = list[SampleRow | None]()
         for dataset, _, shard, number in locations:
+            if rows and time.perf_counter() > self._deadline:
+                break
             try:
-                rows.append(self._read(dataset, shard, number))
+                rows.append(self._read_encoded(dataset, shard, number))
             except _SlotFull:
                 if rows:
                     break
                 rows.append(None)
             except (HeadwayError, OSError):
                 rows.append(None)  # the rank finds out why
-        return rows
+        return rows, time.perf_counter()
 
-    def _read(self, dataset: int, shard: int, number: int) -> EncodedRow | None:
+    def _read_encoded(self, dataset: int, shard: int, number: int) -> SampleRow | None:
         key, parts = self._shards.get(dataset, shard).read(number, self._allocate)
         name = jpeg_name(parts, self._decoded_there)
         if name is None or not self._decoded_there.isdisjoint(parts):
@@ -99,9 +138,60 @@ class SlotReader:
         values, late = self._decoder.begin({part: parts[part] for part in parts if part != name})
         start = _address(image) - _address(self._slot)
         inside = 0 <= start <= len(self._slot) - len(image)
-        if size is None or late or not inside or any(type(value) is np.ndarray for value in values.values()):
+        if size is None or late or not inside or _has_arrays(values):
             return None
-        return key, values, start, start + len(image), *size, sum([len(data) for data in parts.values()])
+        return (
+            key,
+            values,
+            name,
+            start,
+            start + len(image),
+            *size,
+            sum([len(data) for data in parts.values()]),
+        )
+
+    def _decoded_rows(
+        self, locations: Sequence[tuple[int, int, int, int]]
+    ) -> tuple[list[SampleRow | None], float]:
+        """Returns samples whose images are pixels, and when all were read. Decoding an image evicts Python from the
+        processor's cache: all are read first."""
+        begun, count = list[tuple[SampleRow, memoryview] | None](), 0
+        for dataset, _, shard, number in locations:
+            if begun and (count > _MAX_READ_BYTES or time.perf_counter() > self._deadline):
+                break
+            try:
+                sample, read = self._begin(dataset, shard, number)
+            except _SlotFull:
+                if begun:
+                    break
+                sample, read = None, 0
+            except (HeadwayError, OSError):
+                sample, read = None, 0  # the rank finds out why
+            begun.append(sample)
+            count += read
+        ended = time.perf_counter()
+        return [None if each is None else _decode(*each, self._slot) for each in begun], ended
+
+    def _begin(
+        self, dataset: int, shard: int, number: int
+    ) -> tuple[tuple[SampleRow, memoryview] | None, int]:
+        """Reads a sample, with the JPEG that its pixels are to come from, and returns how many bytes it has."""
+        key, parts = self._shards.get(dataset, shard).read(number)
+        count = sum([len(data) for data in parts.values()])
+        if not self._decoded_there.isdisjoint(parts):
+            return None, count
+        values, late = self._decoder.begin(parts)
+        if len(late) != 1 or _has_arrays(values):
+            return None, count
+        name, data, _ = late[0]
+        size = self._sizes.size(data) if is_jpeg(name) else None
+        if size is None:
+            return None, count
+        height, width = size
+        self._used = -(-self._used // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = self._used
+        self._allocate(RGB_BYTES * height * width)
+        return ((key, values, name, start, self._used, height, width, count), data), count
 
     def _allocate(self, count: int) -> memoryview:
         start = self._used
@@ -111,20 +201,30 @@ class SlotReader:
         return self._slot[start : self._used]
 
 
+def _decode(row: SampleRow, data: memoryview, slot: memoryview) -> SampleRow | None:
+    _, _, _, start, end, height, width, _ = row
+    return row if decode_jpeg_into(slot[start:end], data, height, width) else None
+
+
+def _has_arrays(values: Mapping[str, Any]) -> bool:
+    return np.ndarray in map(type, values.values())
+
+
 def _address(data: memoryview) -> int:
     found: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return found
 
 
-def send_rows(rank: Connection, rows: Sequence[EncodedRow | None]) -> None:
+def send_answer(rank: Connection, answer: SlotAnswer) -> None:
     """Sends what was read; leaves those samples to the rank whose JSON is nested more deeply than pickle can follow."""
     try:
-        rank.send(rows)
+        rank.send(tuple(answer))
     except RecursionError:  # before anything is sent
-        rank.send([row if _is_flat(row) else None for row in rows])
+        rows = [row if _is_flat(row) else None for row in answer.rows]
+        rank.send((rows, *answer[1:]))
 
 
-def _is_flat(row: EncodedRow | None) -> bool:
+def _is_flat(row: SampleRow | None) -> bool:
     try:
         pickle.dumps(row)
     except RecursionError:
@@ -146,7 +246,7 @@ def main() -> None:
     with suppress(EOFError, ConnectionError), Connection(connection) as rank:  # the rank has ended
         rank.send(None)
         while True:
-            send_rows(rank, reader.read(*rank.recv()))
+            send_answer(rank, reader.read(*rank.recv()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,125 @@
+"""Who reads the samples of a batch: threads, one thread, or processes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, final
+
+import torch
+
+from headway import dist
+from headway.data.counters import Span
+from headway.data.sources.chunk import Chunk
+from headway.data.sources.reader_pool import MAX_DECODERS
+from headway.system.limits import usable_cpus
+
+_MAX_CHUNK_SAMPLES = 64  # that a thread loads at a time: a task costs as much as two small samples
+_MAX_GPU_READERS = 3  # more would read faster than a GPU decodes
+_MIN_REQUEST_SAMPLES = 128  # of small ones: a request costs as much as a few of them
+_SMALL_SAMPLE_S = 50e-6  # of a core's time
+_MAX_WAIT = 4  # times as long as threads that only wait for the interpreter
+_MARGIN = (
+    4  # times as slow may samples be that processes read, before they are no longer small: machines are busy
+)
+_RECENT_BATCHES = 16  # by which that is decided
+_MIN_WAITED_S = 1.0  # before processes are started, which takes half of it
+_MIN_WAITED_SHARE = 0.1  # of the loop's time
+
+
+class ReadMode(Enum):
+    """Who reads a batch."""
+
+    THREADS = "threads"
+    """which decode at the same time: most of it happens outside of the interpreter"""
+    ONE_THREAD = "one thread"
+    """small samples hold the interpreter nearly all the time, and threads that pass it to each other are slower"""
+    PROCESSES = "processes"
+    """each with an interpreter of its own: where the training loop waits for small samples, or a GPU decodes"""
+
+
+class ReadCost(NamedTuple):
+    """What samples took to read and decode."""
+
+    samples: int
+    busy_s: float
+    """of a core's time"""
+    took_s: float
+    """until a thread had them"""
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> ReadCost:
+        """Returns what the chunks of a batch took, which several threads may have read at the same time."""
+        took_s = sum(times[-1] - times[0] for chunk in chunks for times in chunk.times)
+        threads = len({chunk.thread for chunk in chunks})
+        samples, busy_s = sum(chunk.count for chunk in chunks), sum(chunk.busy_s for chunk in chunks)
+        return cls(samples, busy_s, took_s / max(1, threads))
+
+    def is_small(self, margin: int = 1) -> bool:
+        """Whether samples take microseconds, and not for waiting for storage; up to `margin` times as many."""
+        small = self.busy_s < margin * _SMALL_SAMPLE_S * self.samples
+        return small and self.took_s < margin * _MAX_WAIT * self.busy_s
+
+
+@final
+class ReadModeChooser:
+    """Chooses who reads the next batch by what the last ones took. What is read does not depend on it."""
+
+    def __init__(self, threads: int | None, gpu: torch.device | None) -> None:
+        self._on_gpu = gpu is not None
+        self._recent = deque[ReadCost](maxlen=_RECENT_BATCHES)
+        self._waited_s = self._elapsed_s = 0.0
+        self._min_waited_s, self._last_s = _MIN_WAITED_S, math.nan
+        self.threads = _usable_threads() if threads is None else threads
+        if threads is None and gpu is not None:
+            self.threads = min(self.threads, _MAX_GPU_READERS)
+        self.mode = ReadMode.PROCESSES if gpu is not None else ReadMode.THREADS
+
+    def begin_pass(self) -> None:
+        """Leaves out the time since the last batch."""
+        self._last_s = math.nan
+
+    def observe(self, chunks: Sequence[Chunk], waited: Span, *, processes: bool) -> None:
+        """Takes note of a batch for which the loop waited, and of whether there can be `processes`."""
+        if self._on_gpu:
+            return
+        self._waited_s += waited.ended - waited.began
+        self._elapsed_s += waited.ended - (waited.began if math.isnan(self._last_s) else self._last_s)
+        self._last_s = waited.ended
+        self._recent.append(ReadCost.of(chunks))
+        mode = self._next_mode(processes)
+        if mode is not self.mode:
+            self._recent.clear()
+        self.mode = mode
+
+    def _next_mode(self, processes: bool) -> ReadMode:
+        cost = ReadCost(*map(sum, zip(*self._recent, strict=True)))
+        if self.mode is ReadMode.PROCESSES and processes:
+            if len(self._recent) < _RECENT_BATCHES or cost.is_small(_MARGIN):
+                return self.mode
+            # they did not help: do not try again soon
+            self._waited_s, self._elapsed_s, self._min_waited_s = 0.0, 0.0, 2 * self._min_waited_s
+        if not cost.is_small():
+            return ReadMode.THREADS
+        waits = self._waited_s > max(self._min_waited_s, _MIN_WAITED_SHARE * self._elapsed_s)
+        return ReadMode.PROCESSES if processes and self.threads > 1 and waits else ReadMode.ONE_THREAD
+
+    def chunk_samples(self, samples: int) -> int:
+        """Returns how many samples of a batch are read at once: a few, because tasks have a cost, but enough for all
+        threads. One thread takes all, and a process its share, because a request has a cost, too."""
+        if self.mode is ReadMode.ONE_THREAD:
+            return max(1, samples)
+        if self._on_gpu:
+            return max(1, -(-samples // self.threads))
+        if self.mode is ReadMode.PROCESSES:
+            share = -(-samples // min(self.threads, MAX_DECODERS))
+            return max(1, min(samples, max(share, _MIN_REQUEST_SAMPLES)))
+        return max(1, min(_MAX_CHUNK_SAMPLES, samples // (2 * self.threads)))
+
+
+def _usable_threads() -> int:
+    """Returns how many CPUs this rank has."""
+    cpus = usable_cpus()
+    return max(1, cpus // dist.local_world_size()) if dist.is_initialized() else cpus
