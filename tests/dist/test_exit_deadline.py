@@ -29,6 +29,7 @@ from headway.dist.failure.exit_deadline import (
     exit_within,
     limit_exit,
 )
+from headway.dist.group import current
 
 Child = Callable[[Callable[[], object]], tuple[int, str]]
 
@@ -285,7 +286,7 @@ def test_a_forked_child_does_not_keep_the_handler_of_its_rank(
 ) -> None:
     hw.init(device="cpu")
     try:
-        with stop.handle_stop_signals():
+        with stop.handle_stop_signals(current().request_stop):
             code, _ = child(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(10)))
     finally:
         hw.dist.leave()

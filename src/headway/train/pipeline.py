@@ -257,7 +257,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         >>> pipe.enable_checkpointing("runs", every="10min", keep_last=3, keep_best="val/loss")
         """
         self._root = self._root if root is None else root
-        self._checkpointer = Checkpointer(self, checkpoint_settings(options))
+        self._checkpointer = Checkpointer(self, checkpoint_settings(options), loop.log_point)
 
     def enable_ledger(self) -> None:
         """Records the exact loss, the samples and the state of the random number generators of every step.

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 from headway.dist.control.signals import END_OF_TIME, STOP_SIGNALS, replaced
-from headway.dist.group import current
 from headway.system.retries import stop_requested
 
 MARGIN_S = 15.0
@@ -25,15 +24,20 @@ MARGIN_S = 15.0
 
 @contextmanager
 def handle_stop_signals(
-    end: float | None = None, lead: Callable[[], float] = lambda: 0.0, *, clock_check_s: float = 1.0
+    request_stop: Callable[[str], object],
+    end: float | None = None,
+    lead: Callable[[], float] = lambda: 0.0,
+    *,
+    clock_check_s: float = 1.0,
 ) -> Iterator[list[str]]:
     """Turns stop signals into a request that all ranks stop at one point; a second Ctrl-C raises KeyboardInterrupt.
 
-    `end` is when the job's time is over (seconds since 1970), on the rank that watches it, and `lead()` how long
-    before that a stop must be requested; both are compared with the clock every `clock_check_s`. Earlier handlers are
-    called as well, and restored afterwards. Yields what this rank was asked by, so far.
+    `request_stop`, that of the group of ranks, is called from a thread with what this rank was asked by. `end` is when
+    the job's time is over (seconds since 1970), on the rank that watches it, and `lead()` how long before that a stop
+    must be requested; both are compared with the clock every `clock_check_s`. Earlier handlers are called as well, and
+    restored afterwards. Yields what this rank was asked by, so far.
 
-    >>> with handle_stop_signals(end=schedulers.end_time(), lead=lambda: 60.0):
+    >>> with handle_stop_signals(current().request_stop, end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
     """
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # the one queue that a handler may put into
@@ -41,7 +45,7 @@ def handle_stop_signals(
     deadline = None if end is None else time.monotonic() + end - time.time()
     thread = threading.Thread(
         target=_forward,
-        args=(requests, heard, deadline, lead, clock_check_s),
+        args=(requests, request_stop, heard, deadline, lead, clock_check_s),
         name="headway stop",
         daemon=True,
     )
@@ -85,6 +89,7 @@ def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any
 
 def _forward(
     requests: queue.SimpleQueue[str | None],
+    request_stop: Callable[[str], object],
     heard: list[str],
     deadline: float | None,
     lead: Callable[[], float],
@@ -102,4 +107,4 @@ def _forward(
             return
         heard.append(request)
         stop_requested.set()
-        current().request_stop(request)
+        request_stop(request)

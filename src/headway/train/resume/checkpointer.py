@@ -34,7 +34,6 @@ from headway.system import files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
 from headway.system.text import format_duration
-from headway.train import loop
 from headway.train.loop_state import SAVE
 from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, end_of_run, rng, state
@@ -59,8 +58,11 @@ _RETRY_PAUSES_S = (0.0, 1.0)
 class Checkpointer:
     """Saves and restores the state of a pipeline. `pipe.enable_checkpointing` creates it."""
 
-    def __init__(self, pipe: Pipeline, settings: CheckpointSettings) -> None:
+    def __init__(
+        self, pipe: Pipeline, settings: CheckpointSettings, log_point: Callable[[Stage], None]
+    ) -> None:
         self.pipe, self.settings = pipe, settings
+        self._hold_log_point = log_point  # of the loop, which is above this package
         self.due = False
         """whether to save at the next opportunity"""
         self._saver: checkpoint.Saver | None = None
@@ -98,7 +100,8 @@ class Checkpointer:
             background=self.settings.background,
             on_failure=self._request_retry if root else lambda _: None,
         )
-        with stop.handle_stop_signals(end, self._lead_time.seconds) as self._heard, saver as self._saver:
+        signals = stop.handle_stop_signals(current().request_stop, end, self._lead_time.seconds)
+        with signals as self._heard, saver as self._saver:
             try:
                 yield
             finally:
@@ -315,7 +318,7 @@ class Checkpointer:
 
     def _begin_save(self, stage: Stage | None) -> None:
         if stage is not None and stage._loop.logged_at != stage.steps_done:
-            loop.log_point(stage)  # raises if a loss is non-finite, before it is saved
+            self._hold_log_point(stage)  # raises if a loss is non-finite, before it is saved
         self.due, self._retry, self._since = False, False, time.monotonic()
         self.pipe._timer.mark("checkpoint")
         set_phase("checkpoint", self.pipe.steps_done)
