@@ -95,7 +95,7 @@ def validate(stage: TrainValStage) -> None:
     if not (loaders := state.val_loaders()):
         return state.note_validation()
     log_point(stage)  # the training so far is reported first, and its time is not the validation's
-    with state.evaluating():
+    with checkpointer.validating(stage) if checkpointer else nullcontext(), state.evaluating():
         for batch in val_batches(state, loaders):
             timer.mark("validation")
             state.batch = batch
@@ -105,8 +105,6 @@ def validate(stage: TrainValStage) -> None:
             state.log_val_loss(loss, batch)
             if checkpointer and checkpointer.stops_in_validation and not shares_batches(stage.pipe):
                 break
-    if checkpointer:
-        checkpointer.after_val_batches(stage)
     timer.mark("wait")
     point = state.reduce_validation()
     timer.mark("other")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
@@ -105,6 +105,7 @@ class LoopState:
         self._warned = self._uneven_reported = False
         self.early_stopping: EarlyStopping | None = None
         self.batches_per_step = 1
+        self._counts = True  # what is logged now
         self.profiler_settings: ProfilerSettings | None = None
         self.profiler: StageProfiler | None = None
 
@@ -137,11 +138,21 @@ class LoopState:
     def log(
         self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope
     ) -> None:
-        self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
+        if self._counts:
+            self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
 
     def media_name(self, name: str) -> str | None:
         """Returns the full name of what is logged under `name`; None if nothing is to be logged now."""
-        return name
+        return name if self._counts else None
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Around what is not logged: a step on a batch that has counted before, repeated or replayed; a prediction."""
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
 
     def log_media(self, name: str, take: Callable[[], MediaContent]) -> None:
         """Keeps what `take` returns, if this rank keeps anything. An evaluation outside of a run keeps nothing."""
@@ -247,9 +258,13 @@ class LoopState:
             return self.profiler.wrap(batches, self.batches_per_step)
         return batches
 
-    def close_batches(self) -> None:
-        """Ends the iterations over loaders that an exception has left open, and with them their threads and workers."""
-        for batches in list(self._open_batches):
+    def open_batches(self) -> Set[Generator[Any]]:
+        """Returns the iterations over loaders that have begun and may not have ended."""
+        return set(self._open_batches)
+
+    def close_batches(self, *, but: Set[Generator[Any]] = frozenset()) -> None:
+        """Ends the iterations over loaders that are left open, and with them their threads and workers."""
+        for batches in self.open_batches() - but:
             batches.close()
 
     def _device_batches(
@@ -347,6 +362,15 @@ class LoopState:
         set_phase(self.name)
         yield
         set_phase("between stages")
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around all that models compute, in training or in an evaluation: how exact that is."""
+        yield
+
+    def added_metrics(self) -> list[EpochMetric]:
+        """Returns the metrics that steps update by themselves."""
+        return list(self.epoch_metrics.values())
 
     def total_steps(self) -> int | None:
         """Returns the steps of the whole stage, if that is known."""

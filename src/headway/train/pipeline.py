@@ -389,6 +389,11 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         return any(group is not None and group.rank > 0 for group in groups)
 
     @property
+    def _is_running(self) -> bool:
+        """Whether a run is open, from `pre_run` to `post_run`."""
+        return self._open_reporter is not None
+
+    @property
     def _reporter(self) -> Reporter:
         if self._open_reporter is None:
             raise UsageError("the pipeline is not running: log between pre_run and post_run")
@@ -416,8 +421,10 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self._reporter.log_point(stage, kind, point, seconds, self.steps_done)
         if self._checkpointer and kind == "validation":
             self._checkpointer.record_metrics(point.values)
-        for callback in self._callbacks:
-            callback.log_point(stage, kind, point)
+        if self._callbacks:
+            with dist.no_hang_check():
+                for callback in self._callbacks:
+                    callback.log_point(stage, kind, point)
 
     def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
         slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self._timer.every > 1)

@@ -51,7 +51,6 @@ class TrainValState(LoopState):
         self.settings, self.batches_per_step = settings, settings.accumulate
         self.early_stopping = settings.make_early_stopping()
         self.training = True
-        self._counts = True  # what is logged now
         self.columns = [
             prefix + stage.loss_metric_name()
             for prefix in (stage.train_metric_prefix(), stage.val_metric_prefix())
@@ -118,15 +117,6 @@ class TrainValState(LoopState):
 
     def media_name(self, name: str) -> str | None:
         return self._meter_and_name(name)[1] if self._counts else None
-
-    @contextmanager
-    def not_counted(self) -> Iterator[None]:
-        """Around a step on a batch that has counted before, of which nothing is logged: repeated, or replayed."""
-        self._counts = False
-        try:
-            yield
-        finally:
-            self._counts = True
 
     def _is_own(self, name: str) -> UsageError:
         what = (
@@ -234,16 +224,24 @@ class TrainValState(LoopState):
     @contextmanager
     def running(self) -> Iterator[None]:
         self._val_schedule.start_clock()
-        before = torch.are_deterministic_algorithms_enabled()
         for model in self.pipe.registered_models.values():
             model.bare.train()  # pre_stage may set parts to eval mode again
+        with super().running(), self.computing():
+            yield
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled()
         if self.settings.deterministic:
             torch.use_deterministic_algorithms(True)
         try:
-            with super().running(), self.precision.matmul_precision():
+            with super().computing(), self.precision.matmul_precision():
                 yield
         finally:
             torch.use_deterministic_algorithms(before)
+
+    def added_metrics(self) -> list[EpochMetric]:
+        return [*super().added_metrics(), *self.val_metrics.values()]
 
     # --- a step
 
@@ -392,17 +390,15 @@ class TrainValState(LoopState):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Validates within the context: models in eval mode, metrics under the names of the validation."""
-        if self.pipe._checkpointer and self.pipe.current_stage is self.stage:
-            self.pipe._checkpointer.before_validation()
         for metric in self.val_metrics.values():
             metric.reset()  # a validation that was stopped is repeated from its beginning
         self.set_metrics = {}
-        self.training = False
+        before, self.training = self.training, False
         try:
             with evaluating(self):
                 yield
         finally:
-            self.training = True
+            self.training = before
 
     def end_set(self, prefix: str, prefixes: Collection[str]) -> None:
         """Keeps what metrics have counted in one validation set, to be computed when all ranks have ended the last."""

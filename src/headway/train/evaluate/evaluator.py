@@ -14,8 +14,9 @@ from headway import data, dist
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.run import Run
-from headway.train.batches import count_batches, set_epoch
+from headway.train.batches import count_batches
 from headway.train.evaluate.mode import val_batches
+from headway.train.evaluate.pause import reading_from_start
 from headway.train.evaluate.session import (
     EvalProgress,
     EvalWeights,
@@ -98,13 +99,12 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
     ]
     progress = EvalProgress(what, None if None in counts else sum(count or 0 for count in counts))
     bad = quarantining(named)
-    for loader in named.values():
-        set_epoch(loader, 0)
     loaders = {state.prefix_of(name): each for name, each in named.items()}
     taken = dict.fromkeys(loaders, 0)
-    with state.running():
+    with state.computing(), reading_from_start(state.pipe, named.values()):
         with state.evaluating():
             for batch in val_batches(state, loaders):
+                state.pipe._timer.mark("validation")
                 taken[state.val_prefix or ""] += 1
                 dist.set_phase("evaluation", state.pipe.steps_done)
                 with state.precision.autocast or nullcontext():

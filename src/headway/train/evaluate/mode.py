@@ -27,6 +27,7 @@ def evaluating(state: LoopState) -> Iterator[None]:
     registered = state.pipe.registered_models
     models = [*(model.bare for model in registered.values()), *own_modules(state.stage).values()]
     modes = [(part, part.training) for model in models for part in model.modules()]
+    before = state.models
     state.models = NamedParts("model", {name: model.evaluated for name, model in registered.items()})
     set_phase("validation", state.pipe.steps_done)
     try:
@@ -38,7 +39,7 @@ def evaluating(state: LoopState) -> Iterator[None]:
             stack.enter_context(torch.no_grad())
             yield
     finally:
-        state.models = state.pipe.models
+        state.models = before
         for part, mode in modes:
             part.training = mode
 

@@ -30,9 +30,10 @@ from headway.errors import UsageError
 from headway.run import Run
 from headway.system import jsonlines
 from headway.system.failpoints import failpoint
-from headway.train.batches import count_batches, set_epoch, to_device
+from headway.train.batches import count_batches, to_device
 from headway.train.evaluate.mode import evaluating, shares_batches
 from headway.train.evaluate.output import Columns, PredictionFile, kind_of
+from headway.train.evaluate.pause import reading_from_start
 from headway.train.evaluate.sample_order import count_samples, describe_samples, seek
 from headway.train.evaluate.session import (
     EvalProgress,
@@ -77,7 +78,13 @@ def predict(
         file = kind(out, request, total) if pipe.world.is_root else None
         try:
             position = from_root(lambda: file.begin() if file else {})
-            with stage._loop.running(), evaluating(stage._loop):
+            state = stage._loop
+            with (
+                state.computing(),
+                reading_from_start(pipe, [loader]),
+                evaluating(state),
+                state.not_counted(),
+            ):
                 _write_rows(stage, loader, file, position)
             from_root(lambda: file.finish() if file else None)
         finally:
@@ -149,7 +156,6 @@ def _batches(
     state: LoopState, loader: Iterable[Any], position: Mapping[str, Any]
 ) -> Iterator[tuple[Any, bool]]:
     """Yields the batches that are left, and whether this rank's rows count: one without data repeats its last batch."""
-    set_epoch(loader, 0)
     batches = islice(state.device_batches(loader), seek(loader, position), None)
     last = None
     while True:

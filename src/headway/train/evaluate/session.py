@@ -23,7 +23,7 @@ from headway.run import Run, check_name, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
 from headway.system import files
 from headway.system.jsonlines import JsonLinesWriter
-from headway.train.batches import closing_loaders
+from headway.train.evaluate.pause import pausing
 from headway.train.metrics.display import LINE_SECONDS
 from headway.train.model.initial_weights import WeightsLike, find_weights
 from headway.train.model.parallel import RegisteredModel
@@ -76,7 +76,7 @@ class EvalSession:
 def session(
     pipe: Pipeline, stage: Stage, *, weights: EvalWeights, run: Run | str | Path | None
 ) -> Iterator[EvalSession]:
-    """Chooses the run, calls the hooks that register things, and loads the weights; closes loaders at the end."""
+    """Chooses the run, calls the hooks that register things, and loads the weights; a run that trains is paused."""
     if pipe.current_stage is not None and weights != "current":
         raise UsageError(
             f"while stage {pipe.current_stage.name!r} trains, weights={weights!r} would replace the weights that it "
@@ -87,15 +87,13 @@ def session(
     chosen = _choose_run(pipe, run, weights)
     before, pipe._run = pipe._run, chosen
     try:
-        with closing_loaders(pipe):
+        with pausing(pipe, stage):
             for hook, subject in (("pre_run", pipe), ("pre_stage", stage)):
                 if (hook, id(subject)) not in pipe._hooks_called:  # they may make what is evaluated
                     pipe._hooks_called[hook, id(subject)] = subject
                     getattr(subject, hook)()
             yield _load(pipe, chosen, weights)
-            dist.set_phase("done")
     finally:
-        stage._loop.close_batches()
         pipe._run = before
 
 

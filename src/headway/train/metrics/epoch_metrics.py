@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Protocol, final, runtime_checkable
@@ -73,6 +76,46 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
         metric.reset()
     check_names(found, logged)
     return {**logged, **found}
+
+
+@contextmanager
+def keeping_counts(metrics: Iterable[EpochMetric]) -> Iterator[None]:
+    """Has metrics begin at zero within, and restores on exit what they had counted.
+
+    The tensors and containers among their attributes are copied, those of each part of a collection on its own.
+    """
+    every = {id(metric): metric for metric in metrics}.values()
+    parts = [
+        part for each in every for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])
+    ]
+    before = [(vars(part), {name: _copy(value) for name, value in vars(part).items()}) for part in parts]
+    for metric in every:
+        metric.reset()
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            attributes.clear()
+            attributes.update(kept)
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy of what a metric counts in; all else is returned as it is, such as a process group."""
+    match value:
+        case Tensor():
+            return value.detach().clone()
+        case np.ndarray():
+            return value.copy()
+        case dict():
+            copied = copy(value)  # of the same class, in the same order
+            copied.update({key: _copy(part) for key, part in value.items()})
+            return copied
+        case list():
+            return [_copy(part) for part in value]
+        case set() | deque():
+            return copy(value)
+        case _:
+            return value
 
 
 def metrics_of_set(

@@ -11,7 +11,8 @@ So of short steps the timer measures only one between two log points, and counts
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Literal, final
 
@@ -87,6 +88,19 @@ class PhaseTimer:
             self._switch("other", 0)
             self.measuring = False
 
+    @contextmanager
+    def interrupted_by(self, phase: Phase) -> Iterator[None]:
+        """Counts the time within as `phase`, or as what is marked there, and then continues what it interrupts."""
+        measuring, before, weight = self.measuring, self._phase, self._weight
+        self._mark(phase, 1)
+        try:
+            yield
+        finally:
+            if measuring:
+                self._switch(before, weight)
+            else:
+                self.stop()
+
     def take(self, most: int = SAMPLE_STEPS) -> dict[str, float]:
         """Returns seconds per phase since the last call. On a GPU, call it when the host has just waited for it.
 
@@ -109,11 +123,12 @@ class PhaseTimer:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append((phase, weight, event))
-            return
-        now = time.perf_counter()
-        if self.measuring:
-            self._add(self._phase, self._weight * (now - self._since_s))
-        self._phase, self._weight, self._since_s = phase, weight, now
+        else:
+            now = time.perf_counter()
+            if self.measuring:
+                self._add(self._phase, self._weight * (now - self._since_s))
+            self._since_s = now
+        self._phase, self._weight = phase, weight
 
     def _add(self, phase: Phase, seconds: float) -> None:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds

@@ -38,7 +38,7 @@ from headway.train.loop_state import SAVE
 from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, end_of_run, rng, state
 from headway.train.resume.lead_time import LeadTime
-from headway.train.resume.positions import is_global, per_rank_batch_size, position
+from headway.train.resume.positions import find_changes, is_global, position
 from headway.train.resume.replay import LoaderStates
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import UnsavedState
@@ -190,22 +190,27 @@ class Checkpointer:
         if (self.due or self._retry) and not stage._loop.pause_follows():
             self._save(stage)
 
-    def before_validation(self) -> None:
-        """Captures what a validation may change: random number generators, positions of loaders, and media."""
+    @contextmanager
+    def validating(self, stage: Stage) -> Iterator[None]:
+        """Surrounds the batches of a validation, and stops after them if that is due.
+
+        The checkpoint then has what the validation may have changed as it was before (random number generators,
+        positions of loaders, media), since the resumed run repeats the validation.
+        """
         self._before_validation = self._local_facts()
         if self.pipe._media:
             self.pipe._media.save_point(self.pipe.steps_done)
         self._lead_time.pause()
+        try:
+            yield
+            self._pass_point(stage)
+        finally:
+            self._before_validation = None
 
     @property
     def stops_in_validation(self) -> bool:
         """Whether all ranks stop at the end of this validation."""
         return self._agreement.stops_next
-
-    def after_val_batches(self, stage: Stage) -> None:
-        """Stops after this rank's validation batches if that is due; the resumed run repeats the validation."""
-        self._pass_point(stage)
-        self._before_validation = None
 
     def after_validation(self, stage: TrainValStage) -> None:
         """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
@@ -449,7 +454,13 @@ class Checkpointer:
         else:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
             self._rng = partial(dist.seed, seed, scope="rank")
-            self._log_world_size_change(loaded.world_size)
+            before, now = loaded.world_size, pipe.world.world_size
+            self._log(
+                f"saved by {before} ranks, now {now}: the samples are the same; each rank has a new seed, derived from "
+                "the saved seed and the step"
+            )
+            for message in find_changes(pipe.datasets, before, now):
+                self._log(message, logging.WARNING)
 
     def _restore_random(self, local: Mapping[str, Any]) -> None:
         rng.restore_random_state(local["random"], self.pipe.device)
@@ -459,32 +470,6 @@ class Checkpointer:
         with suppress(OSError):  # only shown to people
             return max(0.0, time.time() - self.pipe.directory.checkpoint_dir(step).stat().st_mtime)
         return 0.0
-
-    def _log_world_size_change(self, before: int) -> None:
-        """Logs what differs from the earlier attempt because the number of ranks has changed."""
-        now = self.pipe.world.world_size
-        self._log(
-            f"saved by {before} ranks, now {now}: the samples are the same; each rank has a new seed, derived from the "
-            "saved seed and the step"
-        )
-        for name, loader in self.pipe.datasets.items():
-            if size := per_rank_batch_size(loader):
-                self._log(
-                    f"dataset {name!r}: batch_size={size} is per rank, so a step has {size * now} samples instead of "
-                    f"{size * before}: pass global_batch_size to keep it constant",
-                    logging.WARNING,
-                )
-            elif not isinstance(loader, StatefulObject):
-                self._log(
-                    f"dataset {name!r}: its batches are counted, not its samples, since it has no state_dict(): some "
-                    "samples of this epoch may come twice or not at all; use hw.data.DataLoader",
-                    logging.WARNING,
-                )
-            elif not is_global(loader):
-                self._log(
-                    f"dataset {name!r}: its position was saved per rank, by {before} ranks, so it restarts its epoch",
-                    logging.WARNING,
-                )
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
         """Logs on rank 0 only."""

@@ -1,0 +1,71 @@
+"""A pause of training in which a hook evaluates: what the training has and needs is afterwards as it was before.
+
+The weights and the modes of the models are kept by `mode.evaluating`; here are the random numbers, the loaders, the
+metrics that a step updates by itself, and what this rank is doing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from headway import dist
+from headway.dist.failure.capture import HEARTBEAT
+from headway.errors import UsageError
+from headway.train.batches import closing_loaders, set_epoch
+from headway.train.metrics.epoch_metrics import keeping_counts
+from headway.train.resume import generators, rng
+from headway.train.resume.positions import position
+from headway.train.resume.state import StatefulObject
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.stage import Stage
+
+
+@contextmanager
+def pausing(pipe: Pipeline, stage: Stage) -> Iterator[None]:
+    """Surrounds an evaluation by a stage: in a run that goes on after it, or alone, with loaders that end with it."""
+    state = stage._loop
+    with ExitStack() as stack:
+        stack.enter_context(rng.temporary_state(None, pipe.device))
+        stack.callback(state.close_batches, but=state.open_batches())
+        if not pipe._is_running:
+            stack.enter_context(closing_loaders(pipe))
+            yield
+            dist.set_phase("done")
+            return
+        stack.enter_context(keeping_counts(state.added_metrics()))
+        stack.enter_context(pipe._timer.interrupted_by("validation"))
+        phase, step = HEARTBEAT.phase, HEARTBEAT.step
+        yield
+        dist.set_phase(phase, step)  # a failure is recorded with the phase in which it was
+
+
+@contextmanager
+def reading_from_start(pipe: Pipeline, loaders: Iterable[Iterable[Any]]) -> Iterator[None]:
+    """Sets loaders to their first epoch, and on exit to where they were: a validation may read them next."""
+    with ExitStack() as stack:
+        for loader in {id(each): each for each in loaders}.values():
+            _check_unread(pipe, loader)
+            if isinstance(loader, StatefulObject):
+                stack.callback(loader.load_state_dict, position(loader, active=False))
+            stack.callback(generators.restore, loader, generators.capture(loader))
+            if any(loader is each for each in pipe.datasets.values()):
+                # called first on exit: what the loader knows of its position is not lost
+                stack.callback(set_epoch, loader, pipe.epoch)
+            set_epoch(loader, 0)
+        yield
+
+
+def _check_unread(pipe: Pipeline, loader: Iterable[Any]) -> None:
+    """Raises `UsageError` for a loader with one position that training is in the middle of."""
+    stage = pipe.current_stage
+    if stage is None or not isinstance(loader, StatefulObject) or not stage._loop.status.in_epoch:
+        return
+    if any(each.loader is loader and not each.done for each in stage._loop.passes):
+        raise UsageError(
+            f"stage {stage.name!r} is in the middle of this {type(loader).__name__}, which has one position: evaluate "
+            "on a second loader of the same dataset"
+        )
