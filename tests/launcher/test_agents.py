@@ -350,7 +350,7 @@ from pathlib import Path
 run = Path(os.environ["HEADWAY_RUN"])
 starts = len(list(run.glob("start-*")))
 (run / f"start-{starts}").touch()
-step = run / "checkpoints" / f"step-{starts:012d}"
+step = run / "checkpoints" / f"step-{starts + 1:012d}"
 if starts < int(sys.argv[1]):  # progress
     step.mkdir()
     (step / "manifest.json").touch()

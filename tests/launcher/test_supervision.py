@@ -24,6 +24,7 @@ from headway.launcher.agent.environment import AgentPlacement, rank_environment
 from headway.launcher.agent.outcome import summary
 from headway.launcher.agent.process import RankProcess
 from headway.launcher.agent.team import Team
+from headway.run import Run
 
 TOP = """
 import os, signal, sys, time
@@ -261,7 +262,7 @@ CRASHES = """
 run = Path("run-0")
 starts = len(list(Path().glob("start-*")))
 Path(f"start-{starts}").touch()
-step = run / "checkpoints" / f"step-{starts:012d}"
+step = run / "checkpoints" / f"step-{starts + 1:012d}"
 step.mkdir(parents=True)
 (step / "manifest.json").touch()
 """
@@ -291,6 +292,68 @@ def test_a_restart_goes_on_in_the_run_that_the_ranks_have_made(
     assert supervised(CRASHES + beats + says, environ=around, max_restarts=3) == 0
     said = [(tmp_path / f"start-{number}").read_text() for number in range(2)]
     assert said == ["none", str(tmp_path / "run-0")]
+
+
+RESUMES = """
+from headway.run import Run
+run = Run.open("run-0")
+Path(f"start-{len(list(Path().glob('start-*')))}").touch()
+def save(step):
+    path = run.checkpoints_dir / f"step-{step:012d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").touch()
+def begin(**facts):
+    run.note_attempt(run.begin_attempt(world={}), **facts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "starts"),
+    [
+        pytest.param("begin(step_started=500)", 1, id="resumed, and crashed at once"),
+        pytest.param("begin(step_started=500); save(501)", 2, id="resumed, and saved"),
+        pytest.param("", 1, id="crashed before its attempt began"),
+    ],
+)
+def test_a_checkpoint_of_an_earlier_command_is_no_progress(
+    lines: str, starts: int, supervised: Supervised, tmp_path: Path
+) -> None:
+    """Which run the script resumes is not known before its first round."""
+    run = Run.create(tmp_path).path.rename(tmp_path / "run-0")
+    (run / "checkpoints" / "step-000000000500").mkdir(parents=True)
+    (run / "checkpoints" / "step-000000000500" / "manifest.json").touch()
+    Run.open(run).begin_attempt(world={})
+    around = {name: value for name, value in os.environ.items() if name != "HEADWAY_RUN"}
+    assert supervised(f"{RESUMES}\n{BEATS}\n{lines}\nsys.exit(1)", environ=around, max_restarts=1) == 1
+    assert len(list(tmp_path.glob("start-*"))) == starts
+
+
+def test_the_checkpoint_of_step_0_is_no_progress(supervised: Supervised, tmp_path: Path) -> None:
+    around = os.environ | {"HEADWAY_RUN": str(tmp_path / "run-0")}
+    crashes = CRASHES.replace("starts + 1", "starts")
+    assert supervised(f"{crashes}\nsys.exit(1)", environ=around, max_restarts=1) == 1
+    assert len(list(tmp_path.glob("start-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
+def test_a_signal_between_two_rounds_is_not_lost(
+    number: int, code: int, supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def agree(_: Team, decide: Callable[[], bool]) -> bool:
+        assert decide()
+        os.kill(os.getpid(), number)
+        return True
+
+    monkeypatch.setattr(Team, "agree_on_restart", agree)
+    around = os.environ | {"HEADWAY_RUN": str(tmp_path / "run-0")}
+    team = Team(tmp_path / "meet" / "team", number=0, size=1)
+    with pytest.raises(SystemExit) as left:
+        supervised(f"{CRASHES}\nsys.exit(1)", environ=around, team=team, max_restarts=1)
+    assert left.value.code == code and len(list(tmp_path.glob("start-*"))) == 1
+    said = json.loads((team.directory / "round-1" / "outcome.json").read_text())
+    assert said["exit_code"] == code, "else the ranks of other agents would wait for those of this one"
 
 
 def test_ranks_that_ended_well_start_again_with_those_that_crash_elsewhere(
@@ -365,11 +428,32 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rank_environment(placement, 1, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 
 
-def test_ranks_that_could_not_save_when_they_were_told_to_end_say_so(tmp_path: Path) -> None:
+STORAGE = {"kind": "exception", "exit_code": 74, "sentence": "stopped, without a checkpoint", "error": "E"}
+ERROR = {"kind": "exception", "exit_code": 1, "sentence": None, "error": "E", "traceback": "KeyError: 'ema'"}
+INTERRUPTED = {"kind": "interrupted", "exit_code": 130, "sentence": None, "error": "KeyboardInterrupt"}
+VANISHED = {"kind": "vanished", "exit_code": 1, "error": "exited"}
+
+
+@pytest.mark.parametrize(
+    ("number", "record", "code", "words"),
+    [
+        (signal.SIGTERM, STORAGE, 143, "headway: stopped, without a checkpoint\n"),
+        (signal.SIGINT, STORAGE, 74, "headway: stopped, without a checkpoint\n"),
+        (signal.SIGTERM, ERROR, 1, "KeyError: 'ema'"),
+        (signal.SIGINT, ERROR, 1, "KeyError: 'ema'"),
+        (signal.SIGINT, INTERRUPTED, 130, "interrupted by Ctrl-C"),
+        (signal.SIGINT, VANISHED, 130, "interrupted by Ctrl-C"),
+        (signal.SIGTERM, VANISHED, 143, "stopped by SIGTERM"),
+        (signal.SIGTERM, VANISHED | {"exit_code": 75}, 75, "stopped with a checkpoint"),
+    ],
+)
+def test_what_ranks_have_found_is_not_hidden_by_the_signal_that_was_to_end_them(
+    number: int, record: dict[str, Any], code: int, words: str, tmp_path: Path
+) -> None:
     agent, team = Agent(["true"], nproc=1), Team(tmp_path, number=0, size=1)
-    agent._signals, agent._ended = [signal.SIGTERM], {0: 74}
+    agent._signals, agent._ended = [number], {0: -number}
     team.round_dir.mkdir(parents=True, exist_ok=True)
-    record = {"kind": "exception", "rank": 0, "exit_code": 74, "sentence": "stopped, without a checkpoint"}
-    (team.round_dir / "failure.json").write_text(json.dumps(record))
+    place = {"rank": 0, "host": "n1", "pid": 7}
+    (team.round_dir / "failure.json").write_text(json.dumps(record | place))
     outcome = agent._outcome(team, tmp_path)
-    assert outcome["exit_code"] == 143 and summary(outcome, 1) == "headway: stopped, without a checkpoint\n"
+    assert outcome["exit_code"] == code and words in summary(outcome, 1)

@@ -129,6 +129,14 @@ def test_ctrl_c_ends_all_of_them(project: Path) -> None:
     assert [row.status.state for row in summarize(runs)] == ["interrupted", "new"]
 
 
+def test_ctrl_c_ends_all_of_them_when_the_first_has_saved(project: Path) -> None:
+    stops = "import os, signal, sys; os.kill(os.getppid(), signal.SIGINT); sys.exit(75)"
+    (project / "train.py").write_text("import signal; signal.signal(2, signal.SIG_IGN)\n" + stops)
+    assert main(["run", "--array", "lr=1,2", "train.py"]) == 75
+    runs = resolve([label_of(project)])
+    assert [row.status.state for row in summarize(runs)] == ["stopped", "new"]
+
+
 def test_a_sweep_that_cannot_begin_leaves_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise StorageError("no space left")

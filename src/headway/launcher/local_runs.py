@@ -11,7 +11,6 @@ from pathlib import Path
 from headway.errors import DONE, INTERRUPTED, TERMINATED, Stopped, UsageError
 from headway.launcher import sweep
 from headway.launcher.agent.agent import Agent, check_nproc
-from headway.launcher.program import Program
 from headway.launcher.submit_script import Script, make_program, prepare_runs
 from headway.run import Run
 from headway.run.starts import record_start
@@ -24,7 +23,7 @@ from headway.system.redact import REDACTED
 def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     """Runs a script once for each setting, each in its own run directory and all from one copy of the code.
 
-    Returns the exit code of the first run that failed; Ctrl-C ends them all.
+    Returns the exit code of the first run that failed; Ctrl-C, or another signal, ends them all.
 
     >>> run_sweep(Script(name="train.py"), ["lr=1e-3,3e-4"], nproc=2)  # doctest: +SKIP
     0
@@ -38,10 +37,13 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
         logger.info(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
         record_start(run)
-        code = _run(run, make_program(run, script, values), nproc)
+        program = make_program(run, script, values)
+        environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
+        agent = Agent(program.command, nproc=nproc, environ=environ, cwd=program.cwd)
+        code = agent.run()
         record_end(run, code)
         failed = failed or code
-        if code in (INTERRUPTED, TERMINATED):
+        if agent.was_signaled or code in (INTERRUPTED, TERMINATED):
             break
     logger.info(f"to see them side by side: headway compare {runs[0].path}")
     return failed
@@ -103,8 +105,3 @@ def run_smoke(command: Sequence[str], *, nproc: int) -> int:
     shutil.rmtree(directory)
     logger.info("smoke run passed: two steps, a validation, a save, and a step after resuming")
     return DONE
-
-
-def _run(run: Run, program: Program, nproc: int) -> int:
-    environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
-    return Agent(program.command, nproc=nproc, environ=environ, cwd=program.cwd).run()

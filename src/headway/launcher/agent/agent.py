@@ -109,6 +109,11 @@ class Agent:
         self._leave_at: float | None = None  # when to leave what is left of the ranks, after a second Ctrl-C
         self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
 
+    @property
+    def was_signaled(self) -> bool:
+        """Whether somebody has asked the ranks to stop, or to end."""
+        return bool(self._signals)
+
     def run(self) -> int:
         raise_open_files()
         with scratch_directory() as directory:  # nobody else may read it: it holds the control channel's key
@@ -121,20 +126,22 @@ class Agent:
             self._environ |= self._prepare()
             placement = team.gather(self._nproc, host=self._host)
             for number in itertools.count():
-                team.begin_round(number)
-                before = self._newest_step()
-                outcome = self._round(team, placement, directory / f"heartbeat-{number}")
+                self._begin_round(team, number)
+                before, beats = self._newest_step(), directory / f"heartbeat-{number}"
+                outcome = self._round(team, placement, beats)
                 # nobody starts the ranks of an agent again that is silent, or that has failed itself
                 lost = (outcome["record"] or {}).get("kind") in ("lost", "agent")
                 if number == self._max_restarts or self._signals or lost or not is_crash(outcome):
                     break
-                self._keep_run(directory / f"heartbeat-{number}")
-                if not team.agree_on_restart(lambda before=before: self._newest_step() > before):  # type: ignore[misc]
+                self._keep_run(beats)
+                if not team.agree_on_restart(partial(self._may_restart, before)):
                     break
                 logger.warning("restart %d of at most %d", number + 1, self._max_restarts)
             return int(outcome["exit_code"])
         except SystemExit as stop:
-            team.mark_ended(int(stop.code or 0))
+            code = int(stop.code or 0)
+            team.mark_ended(code)
+            team.conclude({"exit_code": code, "record": None})  # the ranks of the others would wait for ours
             raise
         except Exception as error:
             team.fail(error)  # else the job would end by the other agents, which srun ends for it
@@ -145,6 +152,13 @@ class Agent:
             for each, handler in handlers.items():
                 signal.signal(each, handler)
             _clear_cache()
+
+    def _begin_round(self, team: Team, number: int) -> None:
+        """From here until it has started a rank, a signal that would end the ranks ends this agent: see `_forward`."""
+        team.begin_round(number)
+        self._pids = {}
+        for each in self._signals:  # which came when the ranks of the last round had ended
+            _end_unless_request(each)
 
     def _end_attempt(self, beats: Path, mine: Outcome) -> None:
         """Records how the attempt ended where rank 0 could not: it was killed, or lost the race with its own end."""
@@ -181,10 +195,32 @@ class Agent:
             return None
         return run if last["status"] == "done" and not last.get("script_ended", True) else None
 
-    def _newest_step(self) -> int:
-        """The step of the newest checkpoint; -1 if there is none, or no run yet."""
+    def _newest_step(self) -> int | None:
+        """The step of the newest checkpoint; -1 if there is none, None while the run is not known."""
         run = self._environ.get(environment.RUN)
-        return max(list_steps(RunPaths(path=Path(run)).checkpoints_dir), default=-1) if run else -1
+        return max(list_steps(RunPaths(path=Path(run)).checkpoints_dir), default=-1) if run else None
+
+    def _may_restart(self, before: int | None) -> bool:
+        """Whether the round has saved a step, so that the next one does not meet the same again.
+
+        `before` is the newest step when the round began.
+        """
+        newest = self._newest_step()
+        if self._signals or newest is None:
+            return False
+        if before is None:
+            before = self._first_step()
+        return newest > max(before, 0)  # that of step 0 is saved before any training
+
+    def _first_step(self) -> int:
+        """The step at which the attempt of this round has resumed its run."""
+        try:
+            attempts = Run.open(self._environ[environment.RUN]).info()["attempts"]
+        except HeadwayError:
+            return 0
+        if attempts and attempts[-1].get("pid") != self._pids.get(0):
+            return self._newest_step() or 0  # rank 0 has not begun one, and so has saved nothing
+        return int(attempts[-1].get("step_started", 0)) if attempts else 0
 
     def _round(self, team: Team, placement: AgentPlacement, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
@@ -295,9 +331,8 @@ class Agent:
         """Forwards a signal to the ranks; a second Ctrl-C kills them."""
         kill = number == signal.SIGINT and signal.SIGINT in self._signals
         self._signals.append(number)
-        waiting = not self._pids  # for the other agents: no rank has been started yet
-        if waiting and number in (signal.SIGINT, signal.SIGTERM):
-            raise SystemExit(INTERRUPTED if number == signal.SIGINT else TERMINATED)
+        if not self._pids:  # it waits for the other agents: no rank has been started yet
+            _end_unless_request(number)
         for rank in self._running:
             if kill:
                 rank.signal_group(signal.SIGKILL)
@@ -355,18 +390,28 @@ class Agent:
             team.wait_outcome(self._grace_s)  # its own agent knows better how it ended
         if record["exit_code"] == Stopped.exit_code:
             return {"exit_code": Stopped.exit_code, "record": record}
-        if signal.SIGINT in self._signals:
+        if not {signal.SIGINT, signal.SIGTERM} & set(self._signals):
+            return {"exit_code": int(record["exit_code"]), "record": record}
+        interrupted = signal.SIGINT in self._signals
+        # what the ranks themselves have found explains more than the signal; a job that could not save comes back
+        if record["kind"] in ("exception", "hang") and (interrupted or not record.get("sentence")):
+            return {"exit_code": int(record["exit_code"]), "record": record}
+        if interrupted:
             return {"exit_code": INTERRUPTED, "record": None}
-        if signal.SIGTERM in self._signals:
-            if (done := self._finished_run(beats)) is not None:
-                sentence = (
-                    f"stopped by SIGTERM when {done.id} was finished: the same command restores it and runs "
-                )
-                record |= {"sentence": f"{sentence}the rest of the script", "exit_code": Stopped.exit_code}
-                return {"exit_code": Stopped.exit_code, "record": record}
-            # a sentence says why the ranks could not save before they ended
-            return {"exit_code": TERMINATED, "record": record if record.get("sentence") else None}
-        return {"exit_code": int(record["exit_code"]), "record": record}
+        if (done := self._finished_run(beats)) is not None:
+            sentence = (
+                f"stopped by SIGTERM when {done.id} was finished: the same command restores it and runs "
+            )
+            record |= {"sentence": f"{sentence}the rest of the script", "exit_code": Stopped.exit_code}
+            return {"exit_code": Stopped.exit_code, "record": record}
+        # a sentence says why the ranks could not save before they ended
+        return {"exit_code": TERMINATED, "record": record if record.get("sentence") else None}
+
+
+def _end_unless_request(number: int) -> None:
+    """Ends this process by a signal that would have ended its ranks; a request to stop waits for them."""
+    if number not in STOP_REQUESTS:
+        raise SystemExit(INTERRUPTED if number == signal.SIGINT else TERMINATED)
 
 
 def _clear_cache() -> None:
