@@ -20,12 +20,16 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
+T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTLE_S = 2.0
 """how long children and sockets get to disappear, for each process that waits for a CPU: they may be about to end"""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
+"""between two looks, each of which collects all garbage: what is not gone at once takes longer"""
 _ABSENT = object()
 
 
@@ -72,9 +76,11 @@ def since(before: ResourceSnapshot, *, settle_s: float | None = None) -> list[st
     By default it waits for 2 s, and on a busy machine as many times longer as there are processes to a CPU.
     """
     memory = before.shared_memory is not None
-    return _once_settled(
+    found = _once_settled(
         lambda: _compare(before, snapshot(shared_memory=memory, except_variables=before.ignored)), settle_s
     )
+    sockets = _sockets() if any(isinstance(each, int) for each in found) else {}
+    return [each if isinstance(each, str) else sockets.get(each) or _describe_file(each) for each in found]
 
 
 def shared_memory_since(before: frozenset[Path]) -> list[str]:
@@ -92,15 +98,16 @@ def describe(found: Iterable[str]) -> str:
     return "the test left something behind:\n" + "\n".join(f"  {line}" for line in found)
 
 
-def _once_settled(look: Callable[[], list[str]], settle_s: float | None = None) -> list[str]:
+def _once_settled(look: Callable[[], list[T]], settle_s: float | None = None) -> list[T]:
     if settle_s is None:
         settle_s = _SETTLE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    deadline = time.monotonic() + settle_s
+    deadline, pause = time.monotonic() + settle_s, _FIRST_PAUSE_S
     while found := look():
         if time.monotonic() > deadline:
             return found
         gc.collect()
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
     return []
 
 
@@ -108,10 +115,11 @@ def _compare_memory(before: frozenset[Path], after: frozenset[Path]) -> list[str
     return [f"shared memory {path}" for path in sorted(after - before) if _is_ours(path)]
 
 
-def _compare(before: ResourceSnapshot, after: ResourceSnapshot) -> list[str]:
+def _compare(before: ResourceSnapshot, after: ResourceSnapshot) -> list[str | int]:
+    """Returns a line for each thing that is new. A file is its descriptor: to say which socket it is takes long."""
     return [
         *(f"process {command}" for key, command in after.processes.items() if key not in before.processes),
-        *(_describe_file(fd) for key, fd in after.files.items() if key not in before.files),
+        *(fd for key, fd in after.files.items() if key not in before.files),
         *_compare_memory(before.shared_memory or frozenset(), after.shared_memory or frozenset()),
         *(f"thread {name}" for key, name in after.threads.items() if key not in before.threads),
         *(f"environment variable {name}" for name in _changed(before.variables, after.variables)),
@@ -164,13 +172,16 @@ def _targets(directory: Path) -> dict[int, str]:
     return found
 
 
-def _describe_file(fd: int) -> str:
+def _sockets() -> dict[int, str]:
+    """Returns descriptor -> description. The kernel goes through the connections of all processes for it."""
+    found = {}
     for connection in psutil.Process().net_connections(kind="inet"):
-        if connection.fd == fd:
-            ends = [
-                f"{address.ip}:{address.port}" for address in (connection.laddr, connection.raddr) if address
-            ]
-            return f"socket {' to '.join(ends)} ({connection.status.lower()})"
+        ends = [f"{address.ip}:{address.port}" for address in (connection.laddr, connection.raddr) if address]
+        found[connection.fd] = f"socket {' to '.join(ends)} ({connection.status.lower()})"
+    return found
+
+
+def _describe_file(fd: int) -> str:
     return f"open file {fd}: {_targets(Path('/proc/self/fd')).get(fd, 'closed meanwhile')}"
 
 
