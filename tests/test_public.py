@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import headway
+import headway.cli
 
 PACKAGE = Path(headway.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -77,6 +78,11 @@ def test_importing_headway_imports_next_to_nothing() -> None:
 )
 def test_rooms_that_must_answer_at_once_do_not_import_torch(statement: str) -> None:
     assert not {"torch", "numpy"} & modules_after(statement)
+
+
+def test_no_verb_imports_torch_before_it_must() -> None:
+    verbs = [each.stem for each in Path(headway.cli.__path__[0]).glob("*.py") if each.stem != "__init__"]
+    assert "torch" not in modules_after("; ".join(f"import headway.cli.{verb}" for verb in sorted(verbs)))
 
 
 def test_help_imports_few_modules() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from headway.cli.parser import Parser
 from headway.cli.screen import safe
 from headway.errors import DONE, UsageError
-from headway.record.sinks import replay
 from headway.run import Run
 from headway.system.text import format_bytes, plural
 from headway.watch.housekeeping import archive, check_idle, remove, size_of
@@ -57,6 +56,8 @@ def sync_runs(argv: list[str]) -> int:
     parser.add_argument("--from-start", action="store_true", help="send all rows again")
     parser.add_json()
     options = parser.parse_args(argv)
+    from headway.record.sinks import replay  # late: it imports torch, which a list of runs does not need
+
     fed = {
         run.id: replay(run, options.sink, from_start=options.from_start)
         for run in resolve([options.run], options.root)
