@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -24,6 +25,10 @@ hypothesis.settings.register_profile("headway", deadline=None)
 hypothesis.settings.load_profile("headway")
 
 ROOT = Path(__file__).parents[1]
+if os.environ.get("HEADWAY_FAULTS") != "full":
+    # for all that is started from here, workers of pytest-xdist among them
+    _path = [str(ROOT / "tests" / "helpers" / "startup"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, _path)))
 _collected = pytest.StashKey[set[Path]]()
 
 
@@ -46,6 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     result = yield
     groups.publish(items)
     return result
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: no collection of garbage looks at it again, also not in forks."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
