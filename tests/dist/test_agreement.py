@@ -56,11 +56,11 @@ def test_the_point_is_beyond_what_any_rank_has_passed() -> None:
 def test_the_next_point_is_known_to_be_the_one() -> None:
     agreement = Agreement()
     point = agreement.propose()
-    assert not agreement.decided and not agreement.stops_next
+    assert not agreement.decided and not agreement.acts_next
     agreement.decide(point + 1, "enough")
-    assert agreement.decided and not agreement.stops_next
+    assert agreement.decided and not agreement.acts_next
     assert agreement.pass_point() is None
-    assert agreement.stops_next
+    assert agreement.acts_next
     assert agreement.pass_point() == "enough"
 
 

@@ -471,7 +471,7 @@ def test_all_runs_of_a_root_are_watched_after_the_one_that_is_shown_is_over(
 
     monkeypatch.setattr("headway.cli.watch.follow", follow)
     monkeypatch.setattr("headway.cli.watch._pause", leave)
-    monkeypatch.setattr("headway.cli.watch.find_runs", lambda *_: [shown, older])
+    monkeypatch.setattr("headway.cli.watch.list_watched", lambda *_: [shown, older])
     with older.lock(), shown.lock():
         assert main(["watch", str(tmp_path / "runs"), "--alert", "all"]) == INTERRUPTED
     assert followed == [shown.id, older.id]

@@ -216,8 +216,8 @@ def test_a_long_run_writes_its_report_by_itself(tmp_path: Path, monkeypatch: pyt
     from headway import dist
 
     written: list[Run] = []
-    write = attempt.write_report
-    monkeypatch.setattr(attempt, "write_report", written.append)
+    write = attempt.run_report_command
+    monkeypatch.setattr(attempt, "run_report_command", written.append)
     run = Run.create(tmp_path, name="digits")
     try:
         world = dist.init(device="cpu")

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
                         "all; to $HEADWAY_ALERT_URL or $HEADWAY_ALERT_COMMAND")  # fmt: skip
     parser.add_json()
     options = parser.parse_args(argv)
-    runs = find_runs(options.run, options.root)
+    runs = list_watched(options.run, options.root)
     problems: list[str] = []
     try:
         # on the live screen, lines of others would be in the way
@@ -71,7 +71,7 @@ def _alerting(options: argparse.Namespace, report: Callable[[str], object]) -> A
     if options.json or options.once:
         raise UsageError("--alert watches until the run is over: leave out --once and --json")
     sender = AlertSender(AlertChannels.from_environment(), alert_events(options.alert), report=report)
-    return AlertWatch(lambda: find_runs(options.run, options.root), sender)
+    return AlertWatch(lambda: list_watched(options.run, options.root), sender)
 
 
 def _show(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ def _follow(run: Run, options: argparse.Namespace) -> None:
 
 def _running(options: argparse.Namespace) -> Sequence[Run]:
     try:
-        runs = find_runs(options.run, options.root)
+        runs = list_watched(options.run, options.root)
     except UsageError:  # the directory may come back
         return ()
     return [each.run for each in summarize(runs) if each.status.state == "running"]
@@ -110,7 +110,7 @@ def _pause() -> None:
     time.sleep(_LOOK_S)
 
 
-def find_runs(place: str | None, root: str) -> Sequence[Run]:
+def list_watched(place: str | None, root: str) -> Sequence[Run]:
     """Returns the runs that a place means, the one to show first; a root means all runs in it."""
     if place is not None and not _is_root(place):
         return resolve([place], root)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from headway.cli.parser import Parser, natural
-from headway.cli.watch import find_runs
+from headway.cli.watch import list_watched
 from headway.errors import DONE, UsageError
 from headway.run import has_info
 from headway.system.text import plural
@@ -64,6 +64,6 @@ def _library(place: str | None, root: str) -> tuple[RunLibrary, str | None, str]
             )
         library = RunLibrary(root=directory.absolute())
         return library, None, f"{plural(len(library.runs()), 'run')} in {directory}"
-    runs = find_runs(place, root)
+    runs = list_watched(place, root)
     first = key_of(runs[0]) if len(runs) == 1 else None
     return RunLibrary(runs=runs), first, runs[0].id if first else f"{plural(len(runs), 'run')} of a sweep"

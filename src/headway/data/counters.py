@@ -1,4 +1,4 @@
-"""What a loader did on this rank: totals that only grow, and a trace of its stages."""
+"""What a loader did on this rank: totals that only grow, and a trace of its phases."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple, Protocol, TypeAlias, final, runtime_checkable
 
 from headway.system.files import storage, write_atomic
 
-STAGES = ("read", "decode", "transform")
+PHASES = ("read", "decode", "transform")
 _MAX_SPANS = 200_000  # trace viewers have trouble with more
 
 
 class Span(NamedTuple):
-    """One stage of some samples or a batch, in seconds of `time.perf_counter`."""
+    """One phase of some samples or a batch, in seconds of `time.perf_counter`."""
 
-    stage: str
+    phase: str
     thread: int
     began: float
     ended: float
@@ -44,8 +44,8 @@ class Counters:
         self._seconds: dict[str, float] = {}
 
     def add(self, span: Span) -> None:
-        """Adds the time of a span to the total of its stage."""
-        self._seconds[span.stage] = self._seconds.get(span.stage, 0.0) + span.ended - span.began
+        """Adds the time of a span to the total of its phase."""
+        self._seconds[span.phase] = self._seconds.get(span.phase, 0.0) + span.ended - span.began
         if self.trace is not None:
             self.trace.add([span])
         if self.listener is not None:
@@ -64,10 +64,10 @@ class Counters:
         if self.trace is not None:
             self.trace.save()
 
-    def add_stages(self, thread: int, times: Sequence[float]) -> None:
-        """Adds consecutive stages: when the first of them began, and when each ended; later stages may be missing."""
-        for stage, (began, ended) in zip(STAGES, pairwise(times), strict=False):
-            self.add(Span(stage, thread, began, ended))
+    def add_phases(self, thread: int, times: Sequence[float]) -> None:
+        """Adds consecutive phases: when the first of them began, and when each ended; later phases may be missing."""
+        for phase, (began, ended) in zip(PHASES, pairwise(times), strict=False):
+            self.add(Span(phase, thread, began, ended))
 
     def totals(self) -> dict[str, float]:
         """Returns all totals by name."""
@@ -78,7 +78,7 @@ class Counters:
             "bytes_decoded": self.bytes_decoded,
             "read_retries": self.read_retries,
         }
-        return counts | {f"seconds/{stage}": round(value, 6) for stage, value in self._seconds.items()}
+        return counts | {f"seconds/{phase}": round(value, 6) for phase, value in self._seconds.items()}
 
 
 @final
@@ -98,7 +98,7 @@ class LoaderTrace:
         """Writes all spans so far, replacing the file."""
         events = [
             {
-                "name": span.stage,
+                "name": span.phase,
                 "cat": "data",
                 "ph": "X",
                 "pid": self._rank,

@@ -78,8 +78,8 @@ class ShardLoader:
 
     Prefetched batches take at most `memory` bytes, or are one.
     `cache=hw.data.NodeCache()` copies shards to the memory of the node before they are needed.
-    `trace="traces/train.json"` writes a trace of the stages, a file per rank, for Perfetto or chrome://tracing; within
-    a run, the path is relative to the run directory.
+    `trace="traces/train.json"` writes a trace of what the threads do, a file per rank, for Perfetto or chrome://tracing;
+    within a run, the path is relative to the run directory.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class ShardLoader:
             counted.bytes_decoded += one.size
             counted.read_retries += one.read_retries
             for times in one.times:
-                counted.add_stages(one.thread, times)
+                counted.add_phases(one.thread, times)
             if one.labels:
                 self._label_watch.add(one.labels, self._order.names)
             if one.bad:
@@ -376,7 +376,7 @@ class ShardLoader:
         return self._weights_over_time().counts_at(self._position)
 
     def observe_spans(self, listener: SpanListener | None) -> None:
-        """Calls `listener` with each span of its stages from now on; None ends that."""
+        """Calls `listener` with each span of its phases from now on; None ends that."""
         self._counters.listener = listener
 
     def counters(self) -> dict[str, float]:

@@ -30,8 +30,8 @@ class StatefulDataset(Protocol):
 
 
 @runtime_checkable
-class EpochDataset(Protocol):
-    """A dataset whose order depends on the epoch."""
+class EpochAware(Protocol):
+    """A loader, sampler or dataset whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int, /) -> object: ...
 
@@ -93,7 +93,7 @@ class StreamCursor(Cursor):
         rank, world_size = self._split.rank_and_world_size()
         if world_size > 1 and _is_unsplit(self._dataset):
             self._warn_unsplit(world_size)
-        if isinstance(self._dataset, EpochDataset):
+        if isinstance(self._dataset, EpochAware):
             self._dataset.set_epoch(
                 self.epoch
             )  # its order, and whether it takes its state for that of this epoch

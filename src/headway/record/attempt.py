@@ -101,7 +101,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
         yield Recording(run=run, attempt=number, log=log, lock=lock, events=events)
     group.trained = True
     if world.is_root and time.monotonic() - began >= _REPORT_AFTER_S:
-        write_report(run)
+        run_report_command(run)
 
 
 def _root_leaves_last() -> Callable[[object, BaseException | None, object], None]:
@@ -121,7 +121,7 @@ def _root_leaves_last() -> Callable[[object, BaseException | None, object], None
     return leave
 
 
-def write_report(run: Run) -> None:
+def run_report_command(run: Run) -> None:
     """Writes `report.html` of a run that is done, in a process of its own: it reads all rows, and may not fail it."""
     command = [sys.executable, "-m", "headway", "report", str(run.path)]
     try:

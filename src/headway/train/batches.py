@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from headway.data import DataLoader
 from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, check_device, shared_feed
 from headway.data.feed.nested import find_tensors, like, like_mapping
 from headway.data.feed.staging_thread import StagingThread
+from headway.data.stream_cursor import EpochAware
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
 from headway.train.uneven import BatchAgreement
@@ -28,13 +29,6 @@ if TYPE_CHECKING:
 
 _CLOSE_S = 3.0
 """how long a run that ends waits for its loaders; the other ranks learn of a failure only then"""
-
-
-@runtime_checkable
-class EpochAware(Protocol):
-    """A loader, sampler or dataset whose order depends on the epoch."""
-
-    def set_epoch(self, epoch: int, /) -> object: ...
 
 
 def set_epoch(loader: object, epoch: int, *, in_place: bool = False) -> None:

@@ -57,7 +57,7 @@ class BackgroundSave:
             timeout_s=self._timeout_s + 6 * self._clean_up_s,
         )
         wait_for_copy = self._start_copy(agreed.share)
-        writer = ProcessWriter(self._process, wait_for_copy, self._timeout_s, self._clean_up_s)
+        writer = BackgroundWriter(self._process, wait_for_copy, self._timeout_s, self._clean_up_s)
         agreed.share.release()
         contents = dataclasses.replace(contents, tensors={})
         stalled = time.monotonic() - start
@@ -109,7 +109,7 @@ class BackgroundSave:
 
 
 @final
-class ProcessWriter(CheckpointWriter):
+class BackgroundWriter(CheckpointWriter):
     """Writes one checkpoint through the writer process. `copy_s`, once it writes, is what `HostCopy.wait` returned."""
 
     def __init__(

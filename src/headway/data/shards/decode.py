@@ -194,7 +194,6 @@ def _array(data: memoryview) -> npt.NDArray[Any]:
 
 
 _PLAIN: dict[str, Decoder] = {
-    "cls": int,
     "index": int,
     "txt": lambda data: bytes(data).decode(),
     "text": lambda data: bytes(data).decode(),

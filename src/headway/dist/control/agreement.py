@@ -54,7 +54,7 @@ class Agreement:
         return bool(self._decided)
 
     @property
-    def stops_next(self) -> bool:
+    def acts_next(self) -> bool:
         """Whether all ranks act at the next point."""
         with self._lock:
             return self._passed + 1 in self._decided

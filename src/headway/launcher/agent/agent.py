@@ -371,7 +371,7 @@ class Agent:
             mine = {"exit_code": 1, "record": loss}
             first = team.conclude(mine)
         outcome = team.outcome() if code or timeout_s else None
-        reports = self._report or team.is_silent
+        reports = self._report or team.record_failed
         said = managed and code == Stopped.exit_code and not (mine["record"] or {}).get("sentence")
         if first and reports and not said:
             print_last(summary(mine, world_size))

@@ -67,7 +67,7 @@ class Team:
         self._members: list[dict[str, Any]] = []
         self._watch: TeamWatch | None = None
         self._trouble: OSError | None = None  # why the last read failed
-        self.is_silent = False
+        self.record_failed = False
         """whether a record of this agent could not be written: the other agents and the job do not know of its end"""
 
     @property
@@ -91,7 +91,7 @@ class Team:
             "port": free_port(),
         }
         if self.size == 1:
-            return place_ranks([me], 0)
+            return place_agent([me], 0)
         watch = TeamWatch(
             self.number, size=self.size, host=me["host"], beat_s=self._beat_s, silent_s=self._silent_s
         )
@@ -104,7 +104,7 @@ class Team:
             raise
         self._watch = watch
         watch.start(HubAddress.from_json(self._members[0]["watch"]))
-        return place_ranks(self._members, self.number)
+        return place_agent(self._members, self.number)
 
     def _find_members(self, me: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
         """Announces this agent; returns what all agents have announced, once agent 0 has seen them."""
@@ -133,7 +133,7 @@ class Team:
             host = self._members[number]["host"]
             return {
                 "kind": "lost",
-                "rank": place_ranks(self._members, number).first_rank,
+                "rank": place_agent(self._members, number).first_rank,
                 "host": host,
                 "pid": None,
                 "error": f"{host} is lost: its agent has been silent for {self._silent_s:g} s",
@@ -221,7 +221,7 @@ class Team:
             restart = decide()
             with self._trying_to_write(file):
                 self._write(file, {"restart": restart})
-            return restart and not self.is_silent
+            return restart and not self.record_failed
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if (decision := self._read(file)) is not None:
@@ -274,9 +274,9 @@ class Team:
             with files.storage(f"write {path}"):
                 yield
         except StorageError as error:
-            if not self.is_silent:
+            if not self.record_failed:
                 logger.error("the end of this agent could not be recorded: %s", error)
-            self.is_silent = True
+            self.record_failed = True
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         """Reads a record of another agent; None while it is not there, or cannot be read for now."""
@@ -370,15 +370,15 @@ class LaunchRecords:
     def agent_of(self, rank: int) -> int | None:
         """The agent that started a rank; None if the agents had not met."""
         members = (read_json(self.directory / "roster.json") or {}).get("members", [])
-        first = [place_ranks(members, number).first_rank for number in range(len(members))]
+        first = [place_agent(members, number).first_rank for number in range(len(members))]
         return max((number for number, begin in enumerate(first) if begin <= rank), default=None)
 
 
-def place_ranks(members: list[dict[str, Any]], number: int) -> AgentPlacement:
+def place_agent(members: list[dict[str, Any]], number: int) -> AgentPlacement:
     """Where the ranks of agent `number` are. Agents may have different numbers of ranks, and share hosts.
 
     >>> members = [{"host": "a", "nproc": 2, "port": 1}, {"host": "b", "nproc": 1, "port": 2}]
-    >>> placed = place_ranks(members, 1)
+    >>> placed = place_agent(members, 1)
     >>> placed.first_rank, placed.first_local_rank, placed.node, placed.world_size
     (2, 0, 1, 3)
     """

@@ -192,7 +192,7 @@ class WindowTrace:
             {
                 "ph": "X",
                 "cat": "loader",
-                "name": f"{name}/{span.stage}",
+                "name": f"{name}/{span.phase}",
                 "pid": _LOADER_PID,
                 "tid": span.thread,
                 "ts": round(span.began * 1e6 + shift, 3),

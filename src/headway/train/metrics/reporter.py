@@ -128,7 +128,7 @@ class Reporter:
         if self._display is not None and (at_start or self._display.due(now)):
             self._display.update(self._snapshot(stage, step))
 
-    def checkpoint(self, saved: SavedCheckpoint) -> None:
+    def record_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Writes the row and the event of a complete save: how long it stalled training, and how long it took."""
         facts = {
             "step": saved.step,

@@ -210,7 +210,7 @@ class Checkpointer:
     @property
     def stops_in_validation(self) -> bool:
         """Whether all ranks stop at the end of this validation."""
-        return self._agreement.stops_next
+        return self._agreement.acts_next
 
     def after_validation(self, stage: TrainValStage) -> None:
         """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
@@ -247,7 +247,12 @@ class Checkpointer:
         self._values = (self.pipe.steps_done, {**known, **values})
 
     def restore_rng(self) -> None:
-        """Restores the random number generators, once, where training resumes."""
+        """Restores the random number generators, once, where training resumes: the first of these calls does it.
+
+        For a checkpoint from before the first epoch of a stage, that is before its `pre_stage`; from between two
+        epochs, before `pre_epoch`, whose random numbers are still to come; and from within an epoch, after `pre_epoch`,
+        whose random numbers were drawn before the save. Where the run is finished, it is at once.
+        """
         if self._rng is not None:
             self._rng()
             self._rng = None
@@ -258,7 +263,7 @@ class Checkpointer:
             self._failures, self._newest = 0, (saved.step, time.monotonic())
             self._lead_time.save_s = max(self._lead_time.save_s, saved.total_s)
             if self.pipe.world.is_root:
-                self.pipe._reporter.checkpoint(saved)
+                self.pipe._reporter.record_checkpoint(saved)
                 checkpoint.prune(self.pipe.directory, self.settings.retention)
 
     # --- saving

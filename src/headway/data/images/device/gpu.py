@@ -78,13 +78,13 @@ class GpuCropper:
         if self._transform.channels_last:
             out = out.permute(0, 1, 4, 2, 3)
         total = count * _tiles(size, _RESIZE_TILE) ** 2
-        _launch(kernels._resize, total, _RESIZE_PROGRAMS, images.device)(
+        _launch(kernels.resize_tiles, total, _RESIZE_PROGRAMS, images.device)(
             images, ints, floats, resized, sums, each, total,
             SIZE=size, TILE=_RESIZE_TILE, K=_RESIZE_STEP, CUBIC=self._transform.interpolation == "bicubic",
             num_warps=_RESIZE_WARPS,
         )  # fmt: skip
         total = count * _tiles(size, _FINISH_TILE - 8) ** 2
-        _launch(kernels._finish, total, _FINISH_PROGRAMS, images.device)(
+        _launch(kernels.finish_tiles, total, _FINISH_PROGRAMS, images.device)(
             ints, floats, resized, sums, norms, out, each, total, *out.stride(),
             SIZE=size, TILE=_FINISH_TILE, ROUND=self._transform.output == "uint8", num_warps=_FINISH_WARPS,
         )  # fmt: skip

@@ -1,9 +1,9 @@
 """The Triton kernels: two for the crops of one size. A program makes one tile after the other.
 
-`_resize` makes a tile of a crop: only the band of the image that the tile needs, as two products with banded weights on
-the tensor cores. It applies the color operations up to contrast, which needs the mean of the whole crop, and sums that
-mean in whole numbers, so that it does not depend on the order of the tiles. `_finish` applies all other operations.
-Weights are computed, not stored: a table of them would be larger than the images.
+`resize_tiles` makes a tile of a crop: only the band of the image that the tile needs, as two products with banded
+weights on the tensor cores. It applies the color operations up to contrast, which needs the mean of the whole crop, and
+sums that mean in whole numbers, so that it does not depend on the order of the tiles. `finish_tiles` applies all other
+operations. Weights are computed, not stored: a table of them would be larger than the images.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _product(address, rows, columns, weights, inside):
 
 
 @triton.jit
-def _resize(
+def resize_tiles(
     images, ints, floats, resized, sums, crops_per_image, total,
     SIZE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, CUBIC: tl.constexpr,
 ):  # fmt: skip
@@ -203,7 +203,7 @@ def _put(out, x, factor, summand, inside, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _finish(
+def finish_tiles(
     ints, floats, resized, sums, norms, out, crops_per_image, total,
     by_crop, by_image, by_channel, by_row, by_column,
     SIZE: tl.constexpr, TILE: tl.constexpr, ROUND: tl.constexpr,
