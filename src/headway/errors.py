@@ -8,6 +8,7 @@
     │   └── BarrierTimeout        1    some ranks did not reach a barrier; the message names them
     ├── BadShard                  1    a file is not a complete archive of samples
     ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
+    ├── IncompleteSubmission      1    a job may be in the queue, but submitting it did not end; its runs are kept
     ├── StorageError             74    the run's storage failed: disk full, read-only, input/output error
     │   └── RunLocked            74    another process is training in this run directory
     ├── Stopped                  75    stopped on request, with a checkpoint: the same command resumes
@@ -103,6 +104,16 @@ class UnfitNodes(HeadwayError):
         job.result()
     except hw.errors.UnfitNodes:
         ...                                                 # headway doctor --nodes 4 tells more
+    """
+
+
+class IncompleteSubmission(HeadwayError):
+    """Raised when a job may be in the queue of its scheduler although submitting it failed; its runs are kept.
+
+    try:
+        job = hw.launch(train, on=hw.Slurm(nodes=2))
+    except hw.errors.IncompleteSubmission as error:
+        print(error)                                        # how to look for the job, and where its run is
     """
 
 

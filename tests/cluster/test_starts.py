@@ -40,8 +40,9 @@ def test_a_range_of_nodes_is_as_many_as_are_free(cluster: Cluster) -> None:
 
 
 def test_a_script_that_is_submitted_by_hand_is_the_job_of_its_run(cluster: Cluster) -> None:
+    """Here it is that of a run of an array, which SLURM has started by another script."""
     folder = project(cluster, stops=STOPS)
-    (job,) = submit(cluster, "stops.py", "1", options=("--no-requeue",))
+    (job,) = submit(cluster, "stops.py", "{starts}", options=("--no-requeue", "--array", "starts=1"))
     job.until(lambda: "start 0" in job.log, "the start")
     cluster.cancel(job.job, "--signal=USR2")
     assert job.wait("FAILED") == "FAILED"
@@ -59,4 +60,4 @@ def test_a_script_that_is_submitted_by_hand_is_the_job_of_its_run(cluster: Clust
     second = listed(cluster, job)
     assert (second["state"], second["job"], second["attempts"]) == ("done", str(number), 2)
     assert second["seconds"] > first["seconds"]
-    assert json.loads((job.path / "submitted.json").read_text())["before"] == [str(job.job)]
+    assert json.loads((job.path / "submitted.json").read_text())["before"] == [f"{job.job}_0"]

@@ -330,18 +330,19 @@ def test_an_agent_that_was_ended_for_the_failure_of_a_rank_does_not_hide_it(
 
 @pytest.mark.usefixtures("start")
 @pytest.mark.parametrize(
-    ("pre", "prepared", "said"),
+    ("target", "prepared", "said"),
     [
-        ((), False, "ended without a record; the exit status of its step is 9"),
-        (("/data",), True, "ended without a record; the exit status of its step is 9"),
-        (("/data",), False, "the step that copies data to the nodes exited with code 9"),
+        (Slurm(), False, "ended without a record; the exit status of its step is 9"),
+        (Slurm(pre=("/data",)), True, "ended without a record; the exit status of its step is 9"),
+        (Slurm(pre=("/data",)), False, "the step that prepares the nodes exited with code 9"),
+        (Slurm(doctor=True), False, "the step that prepares the nodes exited with code 9"),
     ],
 )
 def test_a_status_is_that_of_the_agents_unless_the_nodes_are_not_prepared(
-    pre: tuple[str, ...], prepared: bool, said: str, run: Run, capsys: pytest.CaptureFixture[str]
+    target: Slurm, prepared: bool, said: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a scheduler gives it whose script waits for the agents itself."""
-    JobFile(program=Program(command=["train"]), target=Slurm(pre=pre, requeue=False)).write(run)
+    JobFile(program=Program(command=["train"]), target=target).write(run)
     if prepared:
         Team(run.launch_dir / "7-0", number=0, size=1).show_life({"host": "n1", "exit_code": 0})
     assert epilogue.main(str(run.path), "9") == 1
@@ -609,14 +610,26 @@ def test_where_slurm_requeues_nothing_the_next_job_waits_for_this_one(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     asked = answering(monkeypatch, scontrol=REFUSED, sbatch=(0, "8;big\n", ""))
-    ended(run, 75, Slurm(array=("lr=1,2",), array_limit=1), attempt=1)
+    run.submission_file.write_text('{"job_id": "5", "array_task": 3, "before": ["4"]}')
+    run.job_script.write_text('run=/runs/.array-x/"$SLURM_ARRAY_TASK_ID"\n')  # as earlier versions left it
+    extra = {"dependency": "afterok:3"}
+    ended(run, 75, Slurm(array=("lr=1,2",), array_limit=1, extra=extra), attempt=1)
     assert asked[0][:3] == ("scontrol", "requeue", "5_3")
     sbatch = asked[1]
-    assert sbatch[:3] == ("sbatch", "--array=3", "--dependency=afterany:7")
     assert sbatch[-1] == f"{EARLIER_STARTS}=2", "the limit of starts goes on to count"
-    assert len([word for word in sbatch if word.startswith("--array")]) == 1
+    assert [word for word in sbatch if "--dependency" in word][-1] == "--dependency=afterany:7", (
+        "the last counts"
+    )
+    assert "--array" not in str(sbatch), "a script of the run alone"
+    assert sbatch[-2] == str(run.job_script) and f"run={run.path}\n" in run.job_script.read_text()
     submitted = json.loads(run.submission_file.read_text())
-    assert (submitted["job_id"], submitted["array_task"], submitted["before"]) == ("8", 3, ["5_3"])
+    assert (submitted["job_id"], submitted["array_task"], submitted["before"]) == ("8", None, ["4", "5_3"])
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID")
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    JobFile(program=Program(command=["train"]), target=Slurm()).write(run)
+    epilogue.requeue(run, JobFile.read(run), os.environ)
+    assert json.loads(run.submission_file.read_text())["before"] == ["4", "5_3", "8"]
 
 
 @pytest.mark.usefixtures("start")

@@ -109,7 +109,7 @@ def test_what_others_could_have_written_is_not_acted_on(
     name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if name in ("submission", "restart"):
-        monkeypatch.setattr("headway.schedulers.slurm.scheduler.SlurmScheduler.submit", ran)
+        monkeypatch.setattr(enqueue, "_submit", ran)
     with pytest.raises(Ran):
         READERS[name](run)
     for part in WALK:
@@ -149,12 +149,12 @@ def test_a_run_whose_job_another_user_has_replaced_does_not_run() -> None:
 
 
 def test_a_link_of_a_job_array_is_ours(run: Run) -> None:
-    links = enqueue._link_all([run])
-    with pytest.raises(Ran):
-        node.run_submitted(str(links / "0"))
-    for said in spoilt(links):
-        with pytest.raises(UsageError, match=said):
+    with enqueue._linked([run]) as links:
+        with pytest.raises(Ran):
             node.run_submitted(str(links / "0"))
+        for said in spoilt(links):
+            with pytest.raises(UsageError, match=said):
+                node.run_submitted(str(links / "0"))
 
 
 def test_the_copy_of_the_code_that_a_sweep_shares_is_ours(run: Run) -> None:

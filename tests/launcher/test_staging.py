@@ -103,7 +103,7 @@ def test_a_job_that_is_stopped_while_it_copies_may_come_back(
     assert told.returncode == code
     assert f"not queued again, as requeue is off; to resume: sbatch {run.job_script}" in told.stderr
     if number == signal.SIGUSR2:
-        assert "headway: stopped while data was copied to the nodes; the next start continues" in told.stderr
+        assert "headway: stopped while the nodes were prepared; the next start continues" in told.stderr
         assert status(run, Queue()).state == "stopped"
     assert not list(run.launch_dir.glob("*"))
     assert stage([source]).files == 6 and contents(node / "data set") == contents(source)
@@ -338,14 +338,14 @@ def test_a_copy_that_fails_as_nobody_expected_says_so(
                 fail,
                 None,
                 1,
-                f"data could not be copied to {socket.gethostname()}: ZeroDivisionError: a bug",
+                f"{socket.gethostname()} could not be prepared for the ranks: ZeroDivisionError: a bug",
             ),
             (
                 None,
                 None,
                 137,
                 1,
-                "the step that copies data to the nodes was killed by SIGKILL (kill -9, or the out",
+                "the step that prepares the nodes was killed by SIGKILL (kill -9, or the out",
             ),
             ("Run.open_private", stop, None, 75, "stopped before the ranks had started"),
         ):

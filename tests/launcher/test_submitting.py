@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import headway as hw
 from headway.cli import main, submit as verb
 from headway.cli.target_options import read_options
-from headway.errors import UsageError
+from headway.doctor import job as doctor_job
+from headway.errors import HeadwayError, IncompleteSubmission, UsageError
+from headway.launcher import enqueue, submit_script
 from headway.launcher.enqueue import check_target, note_job
 from headway.launcher.program import JobFile, Program, python_command
 from headway.launcher.submit_script import Script
 from headway.launcher.targets import ClusterTarget, Slurm
 from headway.run import Run
+from headway.run.status import record_end
 from headway.schedulers.base import JobIds, Queue
+from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
+from headway.system import files
+from headway.watch.housekeeping import remove
 
 
 def target(*argv: str) -> ClusterTarget:
@@ -115,3 +126,218 @@ def test_a_start_by_hand_takes_no_run_from_a_job_that_may_be_queued(
 
 def test_commands_of_modules_need_no_file() -> None:
     assert python_command("pkg.train", ["-x"], module=True)[1:] == ["-m", "pkg.train", "-x"]
+
+
+# ---- what sbatch answers, and what it does not
+
+
+class Sbatch:
+    """In place of SLURM's programs, all of which answer; sbatch as `answer` says, which may be an exception."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[int, str, str] | BaseException = (0, "7\n", "")
+        self.squeue = (0, "", "")
+        self.submitted: list[tuple[str, ...]] = []
+
+    def run(self, *command: str, **_: Any) -> SlurmAnswer:
+        if command[0] != "sbatch" or "--test-only" in command:
+            code, out, err = self.squeue if command[0] == "squeue" else (0, "", "")
+            return SlurmAnswer(code=code, out=out, err=err)
+        self.submitted.append(command)
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        code, out, err = self.answer
+        return SlurmAnswer(code=code, out=out, err=err)
+
+
+@pytest.fixture
+def sbatch(monkeypatch: pytest.MonkeyPatch, project: Path) -> Sbatch:  # noqa: ARG001 - we stand in it
+    """SLURM's programs for a user who stands in a project."""
+    answers = Sbatch()
+    monkeypatch.setattr(SlurmClient, "run", lambda _, *command, **options: answers.run(*command, **options))
+    return answers
+
+
+SUBMISSIONS: dict[str, Callable[[], object]] = {
+    "script": lambda: submit_script.submit(Script(name="train.py"), Slurm(), root=Path("runs")),
+    "array": lambda: submit_script.submit(
+        Script(name="train.py"), Slurm(array=("lr=1,2",)), root=Path("runs")
+    ),
+    "function": lambda: hw.launch(os.getpid, on=Slurm()),
+    "functions": lambda: hw.launch(os.getpgid, array=[0, 0], on=Slurm()),
+    "examination": lambda: doctor_job.submit(Slurm(), root=Path("runs")),
+}
+LOST = "Batch job submission failed: Socket timed out on send/recv operation"
+ANSWERS: list[tuple[tuple[int, str, str] | BaseException, str]] = [
+    (
+        (124, "", "sbatch did not answer within 120 s"),
+        "did not answer within 120 s: SLURM's controller is busy",
+    ),
+    ((1, "", f"sbatch: error: {LOST}"), f"{LOST}'; look with squeue whether the job is there"),
+    ((-9, "", ""), "look with squeue"),
+    (KeyboardInterrupt(), "KeyboardInterrupt"),
+]
+
+
+@pytest.mark.parametrize("how", SUBMISSIONS)
+def test_a_job_whose_answer_is_lost_keeps_its_runs(how: str, sbatch: Sbatch) -> None:
+    """It may be in the queue: a job without its run directory would fail when it starts, days later."""
+    for number, (answer, said) in enumerate(ANSWERS, start=1):
+        sbatch.answer = answer
+        with pytest.raises(IncompleteSubmission) as error:
+            SUBMISSIONS[how]()
+        runs = sorted(Path("runs").glob("[a-z]*"))
+        assert len(runs) == number * (2 if how in ("array", "functions") else 1)
+        newest = [run for run in runs if str(run.absolute()) in str(error.value)]
+        assert said in str(error.value) and len(newest) == 1
+        assert f"headway resume {newest[0].absolute()}" in str(error.value)
+        script = Path(sbatch.submitted[-1][-1])
+        assert script.exists() and all((run / "job.json").exists() for run in runs)
+        assert not list(Path("runs").glob("*/submitted.json"))
+
+
+@pytest.mark.parametrize("how", SUBMISSIONS)
+def test_a_job_whose_number_cannot_be_noted_keeps_its_runs(
+    how: str, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = files.write_atomic
+
+    def full(path: Path, data: bytes, **options: Any) -> None:
+        if path.name == "submitted.json":
+            raise OSError(28, "No space left on device")
+        written(path, data, **options)
+
+    monkeypatch.setattr(files, "write_atomic", full)
+    with pytest.raises(
+        IncompleteSubmission, match=r"^job 7 is in the queue, but .* No space left .* (is|are) kept"
+    ):
+        SUBMISSIONS[how]()
+    assert list(Path("runs").glob("[a-z]*/job.sh")) and len(sbatch.submitted) == 1
+
+
+@pytest.mark.parametrize("how", SUBMISSIONS)
+def test_a_job_that_is_refused_leaves_nothing(
+    how: str, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch.answer = (1, "", "sbatch: error: no more jobs for you")
+    with pytest.raises(UsageError, match="no more jobs for you"):
+        SUBMISSIONS[how]()
+    assert not list(Path().glob("runs/*")) and not list(Path().glob("runs/.*"))
+    monkeypatch.setattr(enqueue, "_write_script", lambda *_: Path("/no/such").stat())
+    with pytest.raises(OSError, match="/no/such"):
+        SUBMISSIONS[how]()
+    assert not list(Path().glob("runs/*")) and len(sbatch.submitted) == 1
+
+
+def test_a_job_whose_answer_was_lost_is_found_when_it_starts_or_is_submitted_again(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for task in (None, 1):
+        sbatch.answer = (124, "", "sbatch did not answer within 120 s")
+        with pytest.raises(HeadwayError):
+            SUBMISSIONS["script"]()
+        run = hw.run.runs_under("runs")[0]
+        array = {} if task is None else {"array_job_id": "5", "array_task_id": str(task)}
+        ids = JobIds(scheduler="slurm", job_id="7", **array)
+        note_job(run, ids)
+        found = JobIds.from_submission(json.loads(run.submission_file.read_text()))
+        assert found is not None and found.number == ids.number
+        run.submission_file.unlink()
+    sbatch.answer = (0, "9\n", "")
+    assert main(["resume", str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith(f"job 9 in {run.path}")
+    assert json.loads(run.submission_file.read_text())["job_id"] == "9"
+
+
+# ---- arrays
+
+
+def test_each_run_of_an_array_has_a_script_that_may_be_submitted_by_hand(
+    sbatch: Sbatch, tmp_path: Path
+) -> None:
+    """The scripts are run with programs of ours for srun and python, which write down their arguments."""
+    done = submit_script.submit(
+        Script(name="train.py"), Slurm(array=("lr=1,2",), doctor=True), root=Path("runs")
+    )
+    shared = Path(sbatch.submitted[0][-1])
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" >> "$SEEN"\n')
+    (tmp_path / "srun").chmod(0o755)
+    for index, run in enumerate(done.runs):
+        for script, given, path in (
+            (run.job_script, {}, run.path),
+            (shared, {"SLURM_ARRAY_TASK_ID": str(index)}, shared.parent / str(index)),
+        ):
+            seen = tmp_path / "seen"
+            seen.unlink(missing_ok=True)
+            environ = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SEEN": str(seen)} | given
+            text = script.read_text().replace("\nexec ", "\nwait; true ")  # what comes last is the epilogue
+            subprocess.run(
+                ["bash"], input=text, text=True, env=environ, check=True, stdout=subprocess.DEVNULL
+            )
+            assert seen.read_text().splitlines()[-1] == str(path) and path.samefile(run.path)
+        assert "--array" not in run.job_script.read_text()
+
+
+def test_the_links_of_an_array_go_with_its_last_run(sbatch: Sbatch) -> None:
+    for _ in range(2):
+        done = submit_script.submit(Script(name="train.py"), Slurm(array=("lr=1,2",)), root=Path("runs"))
+    links = Path(sbatch.submitted[-1][-1]).parent
+    for run, count in zip(done.runs, (2, 1), strict=True):
+        record_end(run, 1)
+        remove(run)
+        assert len(list(Path("runs").glob(".array-*"))) == count
+    assert not links.exists()
+
+
+def test_whoever_watches_an_array_sees_all_its_runs(
+    sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = enqueue._record
+
+    def end(run: Run, ids: JobIds, **facts: Any) -> None:
+        write(run, ids, **facts)
+        run.job_log.write_text(f"the output of {ids.array_task_id}\n")
+        record_end(run, (0, 93, 74)[int(ids.array_task_id or 0)])
+
+    monkeypatch.setattr(enqueue, "_record", end)
+    assert main(["submit", "--watch", "--array", "lr=1,2,3", "train.py"]) == 93
+    out = capsys.readouterr().out
+    assert [f"the output of {index}\n" in out for index in range(3)] == [True] * 3
+    assert sbatch.submitted
+
+
+# ---- starting again
+
+
+def test_a_run_whose_scheduler_does_not_answer_may_be_in_the_queue(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = submit_script.submit(Script(name="train.py"), Slurm(), root=Path("runs")).runs
+    record_end(run, 1)
+    sbatch.squeue = (1, "", "slurm_load_jobs error: Unable to contact slurm controller")
+    assert main(["resume", str(run.path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{run.id} may be queued or running (" in said and "Unable to contact slurm controller" in said
+    with pytest.raises(UsageError, match="may be queued or running"):
+        hw.Job.open(run).resume()
+    assert len(sbatch.submitted) == 1
+
+
+@pytest.mark.usefixtures("sbatch")
+def test_a_damaged_run_is_neither_started_again_nor_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    (run,) = submit_script.submit(Script(name="train.py"), Slurm(), root=Path("runs")).runs
+    run.info_file.write_text(json.dumps(run.info() | {"created": "yesterday"}))
+    for command in (["resume", str(run.path)], ["runs", "rm", "--yes", str(run.path)]):
+        assert main(command) == 2
+        assert f"{run.path} cannot be read: its files are damaged (" in capsys.readouterr().err
+
+
+def test_a_run_is_started_again_after_one_question_to_the_scheduler(
+    sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = submit_script.submit(Script(name="train.py"), Slurm(), root=Path("runs")).runs
+    record_end(run, 1)
+    asked: list[object] = []
+    monkeypatch.setattr(hw.run.status.schedulers, "queue", lambda jobs: asked.append(list(jobs)) or Queue())
+    assert main(["resume", str(run.path)]) == 0
+    assert len(sbatch.submitted) == 2 and len(asked) == 2, "before it, and for its new number"

@@ -42,6 +42,15 @@ def submitted(run: Run, **facts: Any) -> None:
     run.submission_file.write_text(json.dumps({"array_task": None, **facts}))
 
 
+def test_a_job_of_an_array_has_one_number(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here in a script of the user's own: SLURM gives each job of an array a number, too, which nobody sees."""
+    for name, value in (("JOB_ID", "9"), ("ARRAY_JOB_ID", "7"), ("ARRAY_TASK_ID", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run.begin_attempt(world={})
+    (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0)
+    assert (row.job, RunView(run).refresh().header.job) == ("7_2", "7_2")
+
+
 def test_a_heartbeat_elsewhere_is_looked_at_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.begin_attempt(world={})
     with run.lock():

@@ -8,12 +8,13 @@ import sys
 from headway.cli.parser import Parser, positive
 from headway.cli.screen import safe
 from headway.errors import DONE, UsageError
+from headway.launcher.functions.start import restart
 from headway.launcher.job import Job
 from headway.launcher.local_runs import local_command, resume_here
 from headway.run import Run
 from headway.run.choice import script_was_cut
-from headway.run.status import Status
-from headway.watch.runs import resolve, summarize
+from headway.run.status import Status, check_over
+from headway.watch.runs import resolve, summary_of
 
 _EXAMPLES = """\
 examples:
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="say what would be started; start nothing")
     options = parser.parse_args(argv)
     run = Run.open_private(resolve([options.run], options.root)[0].path)
-    _check(run, summarize([run])[0].status)
+    _check(run, summary_of(run).status)
     if run.job_file.exists():
         if options.nproc:
             raise UsageError(
@@ -64,17 +65,16 @@ def main(argv: list[str]) -> int:
 def _check(run: Run, now: Status) -> None:
     if now.state == "done" and script_was_cut(run) is False:  # who names a run knows of a script elsewhere
         raise UsageError(f"{run.id} is done: there is nothing to resume")
-    if not now.over and now.state != "new":
-        raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")
+    if now.state != "new":
+        check_over(run, now)
 
 
 def _submit(run: Run, nodes: str | None, *, dry_run: bool) -> int:
     if dry_run:
         print(f"would submit {run.job_script} again" + (f", on {nodes} nodes" if nodes else ""))
         return DONE
-    job = Job.open(run)
-    job.resume(nodes=nodes)
-    print(f"job {summarize([run])[0].job} in {run.path}\n\n  tail -F {run.job_log}")
+    restart(run, nodes=nodes)
+    print(f"job {summary_of(run).job} in {run.path}\n\n  tail -F {run.job_log}")
     return DONE
 
 
@@ -84,7 +84,6 @@ def _call(run: Run, nproc: int | None, *, dry_run: bool) -> int:
     if dry_run:
         print(f"would call the function of {run.id} again")
         return DONE
-    job = Job.open(run)
     begin = run.job_log.stat().st_size if run.job_log.exists() else 0
-    job.resume()
-    return job.follow(sys.stdout, begin=begin)
+    restart(run)
+    return Job(run).follow(sys.stdout, begin=begin)

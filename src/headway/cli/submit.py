@@ -9,7 +9,7 @@ from pathlib import Path
 from headway import schedulers
 from headway.cli.parser import Parser
 from headway.cli.target_options import add_target, read_options
-from headway.errors import UsageError
+from headway.errors import DONE, UsageError
 from headway.launcher import submit_script
 from headway.launcher.job import Job
 from headway.launcher.submit_script import Script, SubmittedJob
@@ -26,7 +26,8 @@ examples:
 The job runs a copy of the code as it is now, in a new run directory, so you can keep editing. When it is preempted, or
 its time is up, it saves and queues itself again.
 
-Exit codes: 0 submitted; 2 refused, by headway or SLURM; with --watch, the job's.
+Exit codes: 0 submitted; 1 it may be in the queue, but SLURM's answer was lost; 2 refused, by headway or SLURM; with
+--watch, the job's, or of an array that of the first run that failed.
 """
 
 
@@ -45,7 +46,10 @@ def main(argv: list[str]) -> int:
         print(json.dumps(done.to_dict(), indent=2))
     else:
         _show(done)
-    return Job(done.runs[0]).follow(sys.stdout) if options.watch else 0
+    if not options.watch:
+        return DONE
+    codes = [Job(run).follow(sys.stdout) for run in done.runs]
+    return next(filter(None, codes), DONE)
 
 
 def _parser() -> Parser:
@@ -56,7 +60,11 @@ def _parser() -> Parser:
                         help="what to do about changes that are not committed: copy them, refuse, or run the files "
                         "where they lie (default: snapshot)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="show the job script; submit nothing")
-    parser.add_argument("--watch", action="store_true", help="show the job's output until it ends")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="show the job's output until it ends; of an array, that of one run after the other",
+    )
     parser.add_json()
     add_target(parser)
     parser.add_script()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, IncompleteSubmission
 from headway.launcher.enqueue import check_target, submit_runs
 from headway.launcher.job import Job
 from headway.launcher.program import Program
@@ -51,7 +52,13 @@ def submit(target: ClusterTarget, *, root: Path, data: Sequence[Path] = ()) -> J
         nproc=target.nproc_per_node,
         env=dict(target.env),
     )
-    submit_runs([run], [program], target)
+    try:
+        submit_runs([run], [program], target)
+    except IncompleteSubmission:
+        raise
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return Job(run)
 
 

@@ -260,7 +260,7 @@ def _why_hopeless(run: Run, job: JobFile) -> str | None:
 def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False) -> Outcome:
     """How the launch ended, from what its agents have left, and from how their step ended.
 
-    With `staging`, that step was to copy data to the nodes.
+    With `staging`, that step was to prepare the nodes: to examine them, or to copy data to them.
     """
     if end.lost and staging and not records.outcome():  # srun kills the others when one has failed
         hosts = ", ".join(records.host(number) for number in end.lost)
@@ -290,7 +290,7 @@ def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False)
         return {"exit_code": status, "record": None}
     if staging:
         how = describe_exit_status(status if status <= 128 else 128 - status)
-        sentence = f"the step that copies data to the nodes {how}; its output, above, says more"
+        sentence = f"the step that prepares the nodes {how}; its output, above, says more"
         return {"exit_code": 1, "record": {"kind": "staging", "sentence": sentence}}
     record = records.failure()
     if record and record["kind"] != "vanished":

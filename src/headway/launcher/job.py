@@ -20,14 +20,14 @@ from typing import Any, TextIO, final
 
 from headway import schedulers
 from headway.dist.failure.record import format_cause
-from headway.errors import DONE, HeadwayError, RankFailure, Stopped, UsageError
+from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
 from headway.launcher.functions import pickled
 from headway.launcher.functions.exceptions import error_files, read_error
 from headway.launcher.functions.start import BACKGROUND, restart
 from headway.launcher.functions.worker import Call
 from headway.run import Run
 from headway.run.info import newest_step, read_json
-from headway.run.status import State, Status, status
+from headway.run.status import State, Status, check_over, exit_code, status
 from headway.schedulers.base import JobIds
 from headway.system import files
 from headway.system.locks import ProcessIdentity
@@ -143,8 +143,7 @@ class Job:
 
         `nodes` is another number of nodes, or a range such as "1-2", for a script on a cluster.
         """
-        if not (now := self.status()).over:
-            raise UsageError(f"{self.id} is {now.state}: only a job that is over can be started again")
+        check_over(self.run, self.status())
         restart(self.run, nodes=nodes)
 
     def log(self) -> str:
@@ -154,7 +153,7 @@ class Job:
         return ""
 
     def follow(self, out: TextIO, *, begin: int = 0) -> int:
-        """Copies the job's output to `out` until the job is over; returns 0 if it is done, else an exit code.
+        """Copies the job's output to `out` until the job is over; returns its exit code, or 1 if it recorded none.
 
         It starts with byte `begin` of the output.
 
@@ -166,7 +165,7 @@ class Job:
             shown += self._copy_log(shown, out)
             if now.over:
                 out.write(f"headway: {self.id} is {now.state}{f': {now.why}' if now.why else ''}\n")
-                return {"done": DONE, "stopped": Stopped.exit_code}.get(now.state, 1)
+                return exit_code(self.run, now)
             time.sleep(_FOLLOW_S)
 
     def _next(self, pause: float) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final, overload
 
-from headway.errors import UsageError
+from headway.errors import IncompleteSubmission, UsageError
 from headway.launcher import sweep
 from headway.launcher.agent.agent import check_nproc
 from headway.launcher.code import snapshot
@@ -120,6 +120,8 @@ class _Launch:
             if elements is not None:
                 sweep.join(runs, list(map(_settings, elements)))
             _start(runs, boxes, call, target, _code(runs, function, target))
+        except IncompleteSubmission:  # the job may be in the queue, and needs them
+            raise
         except BaseException:
             _discard(runs)
             raise

@@ -62,7 +62,7 @@ def main(path: str) -> int:
         if team is None:  # the exit status of the step says the rest
             logger.error(error)
             return code
-        why = f"data could not be copied to {socket.gethostname()}: {type(error).__name__}: {error}"
+        why = f"{socket.gethostname()} could not be prepared for the ranks: {type(error).__name__}: {error}"
         record = {
             "kind": "doctor" if isinstance(error, UnfitNodes) else "staging",
             "sentence": str(error) if isinstance(error, HeadwayError) else why,
@@ -129,12 +129,14 @@ def _examine(run: Run, job: JobFile) -> None:
 
 
 def _stop(number: int, _: FrameType | None) -> None:
-    """Ends the copying at once, and only once: SLURM and srun may both send the signal."""
+    """Ends the preparation at once, and only once: SLURM and srun may both send the signal."""
     for each in (*STOP_REQUESTS, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     if number == signal.SIGTERM:
         raise SystemExit(TERMINATED)
-    raise Stopped("stopped while data was copied to the nodes; the next start continues from what is there")
+    raise Stopped(
+        "stopped while the nodes were prepared; the next start continues from what was copied to them"
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from headway.errors import UsageError
+from headway.errors import IncompleteSubmission, UsageError
 from headway.launcher import sweep
 from headway.launcher.code import snapshot
 from headway.launcher.code.snapshot import Dirty
@@ -103,7 +103,9 @@ def prepare_runs(
     name: str | None = None,
     dirty: Dirty = "snapshot",
 ) -> Iterator[tuple[list[Run], list[str]]]:
-    """A run for each setting, with the code as it is now, and notes about it. If the block fails, all are removed.
+    """A run for each setting, with the code as it is now, and notes about it.
+
+    If the block fails, all are removed, unless a job that may be in the queue needs them (`IncompleteSubmission`).
 
     >>> with prepare_runs(script, [{"lr": "1e-3"}], root=Path("runs")) as (runs, notes):  # doctest: +SKIP
     ...     start(runs)
@@ -119,6 +121,8 @@ def prepare_runs(
         if any(settings):
             sweep.join(runs, settings)
         yield runs, _pin(runs, script, dirty)
+    except IncompleteSubmission:
+        raise
     except BaseException:
         for run in runs:
             shutil.rmtree(run.path, ignore_errors=True)

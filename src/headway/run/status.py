@@ -18,8 +18,10 @@ from typing import Any, Literal, final
 
 from headway import schedulers
 from headway.errors import (
+    DONE,
     INTERRUPTED,
     TERMINATED,
+    HeadwayError,
     NoProgress,
     NoValidCheckpoint,
     Stopped,
@@ -90,9 +92,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if job and in_queue and not in_queue.is_over:
         held = _held_after_the_end(run, job, in_queue, attempts[-1]) if attempts else None
         return held or Status(state=in_queue.state, why=in_queue.why)
-    ended = read_end(run.ended_file)
-    of_an_earlier_start = ended and attempts and ended["time"] < attempts[-1]["started"]
-    ended = None if of_an_earlier_start else ended
+    ended = _last_end(run, attempts)
     queue_why = in_queue.why if in_queue and in_queue.state == "failed" else ""  # such as its time limit
     recorded = None
     if attempts:
@@ -114,6 +114,12 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if job and recorded is None:
         return Status(state="lost", why=f"{schedulers.describe(job)} is no longer known, and left no record")
     return recorded or process or Status(state="new")
+
+
+def _last_end(run: Run, attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns how the last start of a run ended; None if that is not recorded, or only of an earlier start."""
+    ended = read_end(run.ended_file)
+    return None if ended and attempts and ended["time"] < attempts[-1]["started"] else ended
 
 
 def _held_after_the_end(
@@ -225,6 +231,25 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
         facts |= {"newest_step": step, "same_step_ends": before["same_step_ends"] + 1 if same else 1}
     with files.storage(f"write {run.ended_file}"):
         files.write_atomic(run.ended_file, json.dumps(facts).encode())
+
+
+def check_over(run: Run, now: Status) -> None:
+    """Raises `UsageError` unless a run is known to be over, and so may be started again."""
+    if now.over:
+        return
+    if now.certain or now.state == "running":
+        raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")
+    raise UsageError(
+        f"{run.id} may be queued or running ({now.why}): a run is started again once it is known to be over"
+    )
+
+
+def exit_code(run: Run, now: Status) -> int:
+    """Returns the exit code of a run that is over: as its supervisor recorded it, else one that says its state."""
+    ended = _last_end(run, run.info()["attempts"])
+    if ended and (ended["exit_code"] == DONE) == (now.state == "done"):
+        return int(ended["exit_code"])
+    return next((code for code, state in _BY_CODE.items() if state == now.state), HeadwayError.exit_code)
 
 
 def exit_seconds(run: Run) -> float:

@@ -239,11 +239,14 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, request: JobRequest, script: Path) -> JobIds:
-        """Submits a job that runs `script`, which holds what `script(request)` gave."""
+        """Submits a job that runs `script`, which holds what `script(request)` gave.
+
+        `UsageError` says that the scheduler refuses it; after any other exception the job may be in the queue.
+        """
 
     @abstractmethod
     def submit_array(self, request: JobRequest, script: Path, tasks: Sequence[int]) -> JobIds:
-        """Submits one job for each of `tasks`, which are entries of the request's directory."""
+        """Submits one job for each of `tasks`, which are entries of the request's directory; raises as `submit`."""
 
     # --- a job that was submitted
 

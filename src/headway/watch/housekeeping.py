@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headway.errors import StorageError, UsageError
+from headway.launcher.enqueue import remove_dead_links
 from headway.run import Run
 from headway.system import files, ownership
-from headway.watch.runs import summarize
+from headway.watch.runs import summary_of
 
 _BUSY = ("running", "queued")
 
@@ -30,9 +31,9 @@ def size_of(run: Run) -> int:
 
 def check_idle(run: Run) -> None:
     """Raises `UsageError` if a run is running, or queued, or cannot be known not to be."""
-    (summary,) = summarize([run])
-    if summary.status.state in _BUSY:
-        raise UsageError(f"{run.id} is {summary.status.state}: wait until it has ended, or stop it first")
+    now = summary_of(run).status
+    if now.state in _BUSY:
+        raise UsageError(f"{run.id} is {now.state}: wait until it has ended, or stop it first")
 
 
 def remove(run: Run) -> None:
@@ -45,6 +46,7 @@ def remove(run: Run) -> None:
         run.path.rename(hidden)
     with files.storage(f"remove {hidden}"):
         shutil.rmtree(hidden)
+    remove_dead_links(run.path.parent)
 
 
 def archive(run: Run, directory: Path | None = None) -> Path:

@@ -109,6 +109,19 @@ def summarize(
     return [_as_lost(each) if each.run.path in lost else each for each in found]
 
 
+def summary_of(run: Run) -> RunSummary:
+    """Summarizes one run; `UsageError` if its files are damaged.
+
+    >>> summary_of(Run.open("runs/digits-2026.11.15-14.30-x7k2")).status.state
+    'running'
+    """
+    warnings: list[str] = []
+    found = summarize([run], warn=warnings.append)
+    if not found:
+        raise UsageError(f"{warnings[-1]}; write run.json again with: headway runs rebuild {run.path}")
+    return found[0]
+
+
 def select(
     root: str | os.PathLike[str],
     *,
@@ -241,11 +254,14 @@ def timestamp(text: object) -> float:
     return found if is_time(found) else 0.0
 
 
+def job_ids(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> JobIds | None:
+    """Returns the job of a run: that of submitted.json, else that in which its last attempt ran; None without one."""
+    return JobIds.from_submission(submitted) or (JobIds.from_dict(attempts[-1]) if attempts else None)
+
+
 def _job(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> str | None:
-    if ids := JobIds.from_submission(submitted):
+    if ids := job_ids(submitted, attempts):
         return ids.number
-    if ids := JobIds.from_dict(attempts[-1]) if attempts else None:
-        return ids.job_id
     facts = submitted if "pid" in submitted else attempts[-1] if attempts else None
     return f"{facts['host']}:{facts['pid']}" if facts else None
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What SLURM runs for x-1. Made by headway; it may be submitted again by hand.
+# What SLURM runs for x-1. Made by headway; by hand, submit the job.sh of a run: this one needs the number that --array gives a job.
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=2
 #SBATCH --exclusive

@@ -30,6 +30,9 @@ _REQUEUE_TRIES, _REQUEUE_PAUSE_S = 5, 2.0
 _TRANSIENT = re.compile(
     "timed out|unable to contact|try again|temporarily|connection|communication", re.IGNORECASE
 )
+_LOST_ANSWER = re.compile("timed out|receive failure|zero bytes", re.IGNORECASE)
+"""what sbatch says when the controller has got its request, as far as it knows, and has not answered"""
+_LOOK = "look with squeue whether the job is there before you try again"
 _ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
 
 
@@ -196,8 +199,11 @@ class SlurmScheduler(Scheduler):
         return Health(good=True, line=f"{_first_line(version)}{job}: {_first_line(ping)}")
 
     def _submit(self, request: JobRequest, script: Path, tasks: Sequence[int] | None) -> JobIds:
-        words = [*submit_options(request, tasks), *options(request), str(script)]
+        # the last of two options counts: a user's own --dependency was met when the job began that this one follows
+        words = [*options(request), *submit_options(request, tasks), str(script)]
         answer = self._sbatch(*words, env=request.env)
+        if answer.code < 0 or (answer.code and _LOST_ANSWER.search(answer.err)):
+            raise HeadwayError(f"sbatch ended with {answer.reason!r}; {_LOOK}")
         if answer.code:
             raise refusal(answer.err, request, self._client)
         job, _, cluster = answer.out.strip().partition(";")
@@ -216,10 +222,7 @@ class SlurmScheduler(Scheduler):
         """Runs a program that changes something: whether it did is not known if it does not answer in time."""
         answer = self._client.run(*command, stdin=stdin, env=env, timeout_s=_TIMEOUT_S)
         if answer.timed_out:
-            raise HeadwayError(
-                f"{answer.err}: SLURM's controller is busy or down; look with squeue whether the job is there "
-                "before you try again"
-            )
+            raise HeadwayError(f"{answer.err}: SLURM's controller is busy or down; {_LOOK}")
         return answer
 
     def _time_limit(self, request: JobRequest) -> str | None:

@@ -14,7 +14,7 @@ from headway.schedulers.base import JobRequest
 
 _TEXT = """\
 #!/bin/bash
-# What SLURM runs for {run}. Made by headway; it may be submitted again by hand.
+# What SLURM runs for {run}. Made by headway; {by_hand}.
 {directives}
 {setup}
 run={quoted_run}
@@ -25,6 +25,8 @@ if ! [ /proc/self/fd/1 -ef "$log" ] && {{ : >> "$log"; }} 2> /dev/null; then
   exec >> "$log" 2>&1
 fi
 {steps}"""
+
+_OF_AN_ARRAY = "by hand, submit the job.sh of a run: this one needs the number that --array gives a job"
 
 _AGENTS = """\
 # One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
@@ -59,6 +61,7 @@ def job_script(request: JobRequest) -> str:
     )
     return _TEXT.format(
         run=request.directory.name,
+        by_hand=_OF_AN_ARRAY if request.is_array else "it may be submitted again by hand",
         directives="\n".join(f"#SBATCH {option}" for option in options(request)),
         setup="".join(f"\n{line}" for line in request.setup) + ("\n" if request.setup else ""),
         quoted_run=path,

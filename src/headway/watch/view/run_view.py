@@ -19,7 +19,7 @@ from headway.run import Run, lock
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system.jsonlines import is_count, is_number, is_time
-from headway.watch.runs import attempt_spans, timestamp
+from headway.watch.runs import attempt_spans, job_ids, timestamp
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
 from headway.watch.view.snapshot import Failure, Header, Message, RankRow, Safety, Snapshot, Speed
@@ -347,5 +347,5 @@ def _left_s(ends: object, now: Status) -> float | None:
 
 
 def _job(submitted: Row, attempts: list[Row]) -> str | None:
-    ids = JobIds.from_submission(submitted) or (JobIds.from_dict(attempts[-1]) if attempts else None)
+    ids = job_ids(submitted, attempts)
     return clean(ids.number, 40) if ids else None
