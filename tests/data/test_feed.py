@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import headway as hw
+from headway.data.feed import batch_mover
+from headway.data.feed.batch_mover import moving, to_device
 from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, StagedBatch, check_device
 from headway.data.feed.nested import find_tensors, map_tensors
 from headway.data.feed.pinned_ring import RingSlot, size_in_slot
 from headway.data.images.batch import Batch
-from headway.train import batches
-from headway.train.batches import moving, to_device
 
 Pair = namedtuple("Pair", "image label")
 CUDA = torch.device("cuda")
@@ -48,7 +48,7 @@ class FeedOnCpu:
 def feed(monkeypatch: pytest.MonkeyPatch) -> FeedOnCpu:
     """The feed of all devices, for pipelines that use one."""
     feed = FeedOnCpu()
-    monkeypatch.setattr(batches, "shared_feed", lambda _: feed)
+    monkeypatch.setattr(batch_mover, "shared_feed", lambda _: feed)
     return feed
 
 

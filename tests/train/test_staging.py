@@ -12,8 +12,9 @@ import torch
 from toys import FEATURES, make_net, sgd
 
 import headway as hw
+from headway.data.feed import batch_mover
 from headway.data.feed.device_feed import StagedBatch
-from headway.train import batches, loop_state
+from headway.train import loop_state
 
 CUDA = torch.device("cuda")
 
@@ -51,8 +52,8 @@ class Note(hw.TrainValStage):
 def test_a_resumed_run_continues_with_the_batch_after_the_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed, moving = CountingFeed(), batches.moving
-    monkeypatch.setattr(batches, "shared_feed", lambda _: feed)
+    feed, moving = CountingFeed(), batch_mover.moving
+    monkeypatch.setattr(batch_mover, "shared_feed", lambda _: feed)
     monkeypatch.setattr(loop_state, "moving", lambda loader, _: moving(loader, CUDA))
     seen = list[float]()
     for cut in (3, 1, None):

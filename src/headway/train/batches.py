@@ -1,23 +1,19 @@
-"""Batches between a loader and the step: moved to the device, counted, and ordered by the epoch."""
+"""Batches between a loader and the step: opened and closed, counted, and ordered by the epoch."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from headway.data import DataLoader
-from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, check_device, shared_feed
-from headway.data.feed.nested import find_tensors, like, like_mapping
-from headway.data.feed.staging_thread import StagingThread
+from headway.data.feed.nested import find_tensors
 from headway.data.stream_cursor import EpochAware
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
@@ -157,77 +153,6 @@ class FirstBatch:
         count = count_batches(self._loader, None)
         for first in self._first:  # none, if the loader is empty
             yield from repeat(first) if count is None else repeat(first, count)
-
-
-class BatchMover(NamedTuple):
-    """How the batches of a loader get to the device."""
-
-    read: Callable[[Iterator[Any]], Iterator[Any]]
-    """yields the batches of an opened loader; where nothing depends on it, ahead of what is asked for"""
-    move: Callable[[Any], Any]
-    """returns a batch on the device"""
-
-
-@contextmanager
-def moving(loader: Iterable[Any], device: torch.device) -> Iterator[BatchMover]:
-    """Gives what moves the batches of a loader to the device: to a GPU, beside what it computes.
-
-    The loader is opened within. Threads copy, or leave batches in memory from which the GPU copies by itself: those of
-    the loader if it has any, else a thread of the feed if the batches are in memory already. Any other loader makes its
-    batches on the thread that trains, one at a time: it may draw random numbers, and has a position that is saved.
-    """
-    if device.type != "cuda":
-        yield BatchMover(_as_it_is, partial(to_device, device=device))
-        return
-    feed = shared_feed(device)
-    if type(loader) in (list, tuple):
-        with closing(StagingThread(feed)) as thread:
-            yield BatchMover(thread.stage_ahead, thread.move)
-        return
-    with _feeding(loader, feed):
-        yield BatchMover(_as_it_is, feed.move)
-
-
-def _as_it_is(batches: Iterator[Any]) -> Iterator[Any]:
-    return batches
-
-
-@contextmanager
-def _feeding(loader: Iterable[Any], feed: DeviceFeed) -> Iterator[None]:
-    """Has the threads of a loader copy or pin its batches; a loop outside of the pipeline gets them as before."""
-    if isinstance(loader, FeedableLoader):
-        loader.feed_to(feed)
-        try:
-            yield
-        finally:
-            loader.feed_to(None)
-    elif isinstance(loader, TorchDataLoader) and loader.num_workers:
-        pinned, loader.pin_memory = loader.pin_memory, True
-        try:
-            yield
-        finally:
-            loader.pin_memory = pinned
-    else:
-        yield
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
-    if isinstance(batch, (tuple, list)):
-        parts = []
-        for part in batch:  # most parts are plain tensors: no recursion for them
-            plain = type(part) is Tensor and part.is_cpu
-            parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
-        kind = type(batch)
-        return parts if kind is list else tuple(parts) if kind is tuple else like(batch, parts)
-    if isinstance(batch, Tensor):
-        if batch.device == device:
-            return batch
-        check_device(batch, device)
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return like_mapping(batch, {key: to_device(part, device) for key, part in batch.items()})
-    return batch
 
 
 def first_tensor(batch: Any) -> Tensor | None:

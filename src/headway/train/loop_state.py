@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from headway import dist
+from headway.data.feed.batch_mover import moving
 from headway.dist import set_phase
 from headway.dist.failure.capture import HEARTBEAT
 from headway.errors import UsageError
 from headway.record.media.content import MediaContent
 from headway.system.failpoints import armed
 from headway.system.log import logger
-from headway.train.batches import Pass, moving, open_loader
+from headway.train.batches import Pass, open_loader
 from headway.train.diagnose.same_batches import SameBatches
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.early_stopping import EarlyStopping

@@ -1,1 +1,1 @@
-"""From the host to a device: device_feed copies batches beside training, through pinned_ring; nested finds tensors."""
+"""From the host to a device: batch_mover chooses how, device_feed copies beside training, nested finds tensors."""

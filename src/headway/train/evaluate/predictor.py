@@ -24,13 +24,14 @@ from torch import Tensor
 from headway import dist
 from headway.checkpoint.format import dtypes
 from headway.data import DataLoader
+from headway.data.feed.batch_mover import to_device
 from headway.dist.collective.exchange import RankExchange, gather_rows
 from headway.dist.collective.guard import from_root
 from headway.errors import UsageError
 from headway.run import Run
 from headway.system import jsonlines
 from headway.system.failpoints import failpoint
-from headway.train.batches import count_batches, to_device
+from headway.train.batches import count_batches
 from headway.train.evaluate.mode import evaluating, shares_batches
 from headway.train.evaluate.output import Columns, PredictionFile, kind_of
 from headway.train.evaluate.pause import reading_from_start
