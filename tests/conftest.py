@@ -19,6 +19,7 @@ from waiting import describe_load
 
 pytest_plugins = ["pytester", "cpu_times", "fresh_logger"]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads spin otherwise, beside four workers
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nor do those that numpy starts at import
 
 # by default an example may take 200 ms, which says something about the machine and nothing about the code
 hypothesis.settings.register_profile("headway", deadline=None)

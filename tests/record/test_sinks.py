@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,6 +20,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from each_rank import EachRank
 from waiting import wait_until
 
 from headway.dist import World
@@ -313,23 +314,6 @@ def test_other_ranks_feed_only_what_all_ranks_feed_and_wait_for_rank_0(run: Run)
     assert run.sink_offset_file("eachrank", 2).read_text() == f"{run.metrics_file(2).stat().st_size}\n"
     assert replay(run, ["eachrank"], from_start=True) == {"eachrank": True}
     assert sorted((run.path / "ranks.txt").read_text().split()) == ["0:7", "0:7", "2:1", "2:1"]
-
-
-@dataclass
-class EachRank(Sink):
-    file: str
-
-    @property
-    def feeds_all_ranks(self) -> bool:
-        return True
-
-    def open(self, run: Run) -> None: ...
-
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        with Path(self.file).open("a") as file:
-            file.writelines(f"{self.rank}:{row['step']}\n" for row in rows)
-
-    def close(self, status: str, exit_code: int) -> None: ...
 
 
 def test_what_trackers_take_is_what_their_packages_take() -> None:
