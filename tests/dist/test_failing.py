@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,12 @@ import psutil
 import pytest
 import warm
 from waiting import check_duration, wait_until
+
+from headway.dist.control.failure_handler import FailureHandler
+from headway.dist.environment import LaunchEnvironment
+from headway.dist.failure import capture
+from headway.launcher.agent.outcome import summary
+from headway.run import Run
 
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -153,6 +160,28 @@ def test_the_attempt_of_a_run_in_which_another_rank_failed(tmp_path: Path) -> No
     log = (path / "log" / "rank-00002.txt").read_text()
     assert "ValueError: the third step is cursed" in log, "the failing rank's own log has its story"
     assert "rank 1 stops because rank 2 failed" in (path / "log" / "rank-00001.txt").read_text()
+
+
+@pytest.mark.parametrize("full", ["agent", "run"])
+def test_a_record_that_cannot_be_written_hides_no_other(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that is not there stands for a disk that takes nothing."""
+    monkeypatch.setattr("headway.dist.control.signals.ignore_termination", lambda: None)
+    monkeypatch.setenv("HEADWAY_RENDEZVOUS", str(tmp_path / "agent" / "rendezvous.json"))
+    (tmp_path / "agent").mkdir()
+    handler = FailureHandler(LaunchEnvironment(launcher="headway", rank=0, world_size=1, node="n1"), print)
+    handler.run = Run.create(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "agent" if full == "agent" else handler.run.path)
+    record = capture.exception_record(ValueError("the cause"), None, 0)
+    handler.on_first_failure(record)
+    if full == "agent":
+        assert json.loads(handler.run.failure_file.read_text())["error"] == "ValueError: the cause"
+        assert record["failure_file"] == str(handler.run.failure_file)
+    else:
+        known = json.loads((tmp_path / "agent" / "failure.json").read_text())
+        assert "record:" not in summary({"exit_code": 1, "record": known}, 1)
+        assert record["failure_file"] is None, "it is not there"
 
 
 def test_one_process_fails_as_python_does_but_with_the_right_code(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.launcher.agent import watchdog as watchdogs
 from headway.launcher.agent.watchdog import Watchdog
+from headway.run.status import describe_failure
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "hang.py")
 BIN = Path(sys.executable).parent
@@ -113,6 +114,8 @@ def test_the_words() -> None:
     assert "rank 1, in train at step 9, epoch 2 ended; most recent call first:" in short["traceback"]
     alone = hanging.make_record([seen(0)], 1)
     assert alone["error"] == "for 30 s no rank has made progress: rank 0 of 1 is in the same place"
+    assert alone["rank"] is None, "nobody is to blame"
+    assert describe_failure(alone) == describe_failure(alone | {"rank": 0}) == alone["error"]
 
 
 def test_a_stack_without_what_is_ours() -> None:

@@ -79,6 +79,23 @@ def test_whoever_ends_the_process_waits_until_the_end_is_written(
     assert (attempt["status"], attempt["exit_code"]) == ("failed", 7)
 
 
+def test_a_run_that_hangs_is_not_said_to_be_a_ranks_failure(
+    run: Run, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.dist.control.signals.ignore_termination", lambda: None)
+    hang = {
+        "kind": "hang",
+        "rank": None,
+        "step": 7,
+        "error": "for 30 s no rank has made progress",
+        "exit_code": 1,
+    }
+    with recording(run, world):
+        group.current().failure_handler.on_first_failure(hang)
+    (attempt,) = run.info()["attempts"]
+    assert (attempt["status"], attempt["why"]) == ("failed", "for 30 s no rank has made progress")
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [

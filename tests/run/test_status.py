@@ -52,6 +52,9 @@ def test_what_the_run_wrote_down(run: Run) -> None:
     run.write_failure({"rank": 3, "step": 7, "error": "ValueError: bad\n  thing"})
     run.end_attempt(number, status="failed", exit_code=1)
     assert state(run) == ("failed", "rank 3 at step 7: ValueError: bad thing")
+    hang = {"kind": "hang", "rank": 0, "step": 7, "error": "for 30 s no rank has made progress"}
+    run.write_failure(hang, instead=True)
+    assert state(run) == ("failed", "for 30 s no rank has made progress"), "it is not rank 0's"
 
 
 def test_a_script_that_fails_after_its_training_has_failed(run: Run) -> None:

@@ -16,7 +16,7 @@ import pytest
 from synthetic_run import make_run, write_rows
 
 from headway.cli import main
-from headway.run import Run
+from headway.run import Run, runs_under
 from headway.watch.terminal import Selection, charts, layout
 from headway.watch.terminal.live import Watcher
 from headway.watch.view import RunView
@@ -151,6 +151,23 @@ def test_a_pipe_gets_lines_until_the_run_is_over(tmp_path: Path, capsys: pytest.
     assert main(["watch", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["header"]["id"] == run.id and len(found["curves"]["train/loss"]["steps"]) == 20
+
+
+def test_a_run_that_was_killed_is_not_shown_before_the_newest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> str:
+        assert main(["watch", str(tmp_path), "--json"]) == 0
+        return str(json.loads(capsys.readouterr().out)["header"]["id"])
+
+    for _ in range(2):
+        make_run(tmp_path)
+    newest, killed = runs_under(tmp_path)
+    newest.end_attempt(1, status="done", exit_code=0)
+    assert killed.info()["attempts"][-1]["status"] == "running"
+    assert shown() == newest.id
+    with killed.lock():  # it runs
+        assert shown() == killed.id
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
     parser.add_json()
     options = parser.parse_args(argv)
     runs = list_watched(options.run, options.root)
+    if _is_root(options.run):
+        runs = _running_first(runs)
     problems: list[str] = []
     try:
         # on the live screen, lines of others would be in the way
@@ -111,7 +113,7 @@ def _pause() -> None:
 
 
 def list_watched(place: str | None, root: str) -> Sequence[Run]:
-    """Returns the runs that a place means, the one to show first; a root means all runs in it."""
+    """Returns the runs that a place means; a root means all runs in it, the newest first."""
     if place is not None and not _is_root(place):
         return resolve([place], root)
     directory = root if place is None else place
@@ -120,17 +122,23 @@ def list_watched(place: str | None, root: str) -> Sequence[Run]:
     runs = runs_under(directory, warn=warn)
     if not runs:
         raise UsageError(f"there is no run in {directory}; start one: headway run train.py")
-    return sorted(runs, key=_is_idle)
+    return runs
 
 
 def _is_root(place: str | None) -> bool:
     return place is None or (Path(place).is_dir() and not has_info(Path(place)))
 
 
-def _is_idle(run: Run) -> bool:
-    """Whether a run says of itself that it does not run, by its own record alone: this is for the order only."""
+def _running_first(runs: Sequence[Run]) -> Sequence[Run]:
+    """Sorts runs that are running to the front; of a run that was killed, its own record alone may still say so."""
+    said = summarize([run for run in runs if _is_said_to_run(run)])
+    running = {each.run.path for each in said if each.status.state == "running"}
+    return sorted(runs, key=lambda run: run.path not in running)
+
+
+def _is_said_to_run(run: Run) -> bool:
     attempts = (read_json(run.info_file) or {}).get("attempts") or [{}]
-    return bool(attempts[-1].get("status") != "running")
+    return bool(attempts[-1].get("status") == "running")
 
 
 def _print_once(run: Run) -> None:

@@ -27,6 +27,7 @@ from headway.record.events import EventKind, EventLog, recording_events
 from headway.record.rank_logs import RankLog, rank_log
 from headway.run import Run
 from headway.run.lock import RunLock
+from headway.run.status import describe_failure
 from headway.system.log import logger
 from headway.system.text import plural
 
@@ -177,7 +178,7 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
     def cut_short(record: FailureRecord) -> None:
         # another rank failed: this one may not get to its `finally`
         status = "interrupted" if record["kind"] == "interrupted" else "failed"
-        text = f"rank {record.get('rank')}: {record.get('error')}"
+        text = describe_failure(record)
         failed = {"failed_rank": record.get("rank"), "step": record.get("step")}
         end(status, record["exit_code"], text, text, HEARTBEAT.step, **failed)
 

@@ -199,14 +199,25 @@ def _process(submitted: Mapping[str, Any]) -> Status | None:
 
 
 def _failure(run: Run) -> str:
-    """Returns the first failing rank in a few words."""
+    """Returns the first failing rank in a few words; empty without a record."""
     record = read_json(run.failure_file)
-    if not record:
-        return ""
-    if record.get("kind") in NOT_OF_A_RANK:
-        return " ".join(str(record.get("error")).split())
-    step = f" at step {record['step']}" if record.get("step") is not None else ""
-    return " ".join(f"rank {record.get('rank')}{step}: {record.get('error')}".split())
+    return describe_failure(record) if record else ""
+
+
+def describe_failure(record: Mapping[str, Any]) -> str:
+    """Returns the first failing rank, if it was one, and its error in one line.
+
+    >>> describe_failure({"kind": "exception", "rank": 3, "step": 7, "error": "ValueError: too hot"})
+    'rank 3 at step 7: ValueError: too hot'
+    """
+    who = ""
+    if record.get("kind") not in (
+        *NOT_OF_A_RANK,
+        "hang",
+    ):  # a hang's error names the ranks that cause it, if any
+        step = f" at step {record['step']}" if record.get("step") is not None else ""
+        who = f"rank {record.get('rank')}{step}: "
+    return " ".join(f"{who}{record.get('error')}".split())
 
 
 def record_end(run: Run, code: int, *, error: str | None = None) -> None:

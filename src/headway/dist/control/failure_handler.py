@@ -9,7 +9,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, final
@@ -88,9 +89,10 @@ class FailureHandler:
         raise SystemExit(record["exit_code"])
 
     def on_first_failure(self, record: FailureRecord) -> None:
-        """Records the first cause, on rank 0, before the other ranks get it."""
+        """Records the first cause, on rank 0, before the other ranks get it, with where it is recorded."""
         signals.ignore_termination()
-        self._write(record)
+        where = self._write(record)
+        record["failure_file"] = None if where is None else str(where)
         for callback in self.callbacks:
             try:
                 callback(record)
@@ -100,13 +102,13 @@ class FailureHandler:
     def on_abort(self, record: FailureRecord) -> None:
         """Exits because the hub says that some rank, perhaps this one, failed first."""
         if record["rank"] != self._launch.rank and record["kind"] != "interrupted":
-            sys.stderr.write(format_pointer(self._launch.rank, record, self._failure_file))
+            sys.stderr.write(format_pointer(self._launch.rank, record, record["failure_file"]))
         capture.hard_exit(record["exit_code"])
 
     def on_all_down(self, record: FailureRecord) -> None:
         """Prints the cause on rank 0, when all other ranks have exited: it is the last thing on the screen."""
         if not self._agent_knows:  # else the agent prints it
-            sys.stderr.write(format_cause(record, self._launch.world_size, self._failure_file))
+            sys.stderr.write(format_cause(record, self._launch.world_size, record["failure_file"]))
         capture.hard_exit(record["exit_code"])
 
     def on_hub_lost(self) -> None:
@@ -133,10 +135,6 @@ class FailureHandler:
         capture.hard_exit(record["exit_code"])
 
     @property
-    def _failure_file(self) -> Path | None:
-        return self.run.failure_file if self.run else None
-
-    @property
     def _agent_file(self) -> Path | None:
         """Where a node agent looks for the record: beside the rendezvous. None if no agent supervises this rank.
 
@@ -146,17 +144,25 @@ class FailureHandler:
         return None if file is None else file.with_name("failure.json")
 
     def _write(self, record: FailureRecord) -> Path | None:
-        """Writes failure.json unless it exists. Returns where people find it."""
-        where = self._failure_file
-        try:
-            if self._agent_file is not None:
-                fence = self.run and self.run.fence
-                known = {"failure_file": where and str(where), "owner": fence and fence.number}
-                content = json.dumps(record | known)
-                files.publish(self._agent_file, content.encode())
+        """Writes failure.json for the agent and in the run, unless it exists. Returns where people find it."""
+        run = self.run
+        if self._agent_file is not None:
+            fence = run and run.fence
+            known = {"failure_file": run and str(run.failure_file), "owner": fence and fence.number}
+            with _logging_trouble():
+                files.publish(self._agent_file, json.dumps(record | known).encode())
                 self._agent_knows = True
-            if self.run:
-                self.run.write_failure(record)
-        except (OSError, StorageError) as error:  # the disk may be what failed
-            logger.error("the failure could not be recorded: %s", error)
-        return where
+        if run is not None:
+            with _logging_trouble():
+                if run.write_failure(record) or run.failure_file.exists():
+                    return run.failure_file
+        return None
+
+
+@contextmanager
+def _logging_trouble() -> Iterator[None]:
+    """Surrounds each record of a failure by itself: a disk that takes none of the one may take the other."""
+    try:
+        yield
+    except (OSError, StorageError) as error:
+        logger.error("the failure could not be recorded: %s", error)

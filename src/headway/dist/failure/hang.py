@@ -112,9 +112,9 @@ def _record(statuses: Sequence[RankStatus], suspected: Sequence[RankStatus], err
     first = (suspected or statuses)[0]
     return {
         "kind": "hang",
-        "rank": first.rank,
-        "host": first.host,
-        "pid": first.pid,
+        "rank": first.rank if suspected else None,
+        "host": first.host if suspected else None,
+        "pid": first.pid if suspected else None,
         "phase": first.phase,
         "step": first.step,
         "error": error,

@@ -21,7 +21,7 @@ from headway.errors import (
     StorageError,
 )
 from headway.run import Run
-from headway.run.status import NOT_OF_A_RANK
+from headway.run.status import describe_failure
 from headway.system import files
 from headway.system.jsonlines import parse_json
 from headway.system.log import logger
@@ -53,11 +53,10 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
         return f"headway: {sentence or _NOT_CRASHES[code]}\n"
     if record and record["kind"] in ("staging", "doctor"):  # there were no ranks yet
         return f"headway: {sentence}\n"
-    return (
-        format_cause(record, world_size, record.get("failure_file"))
-        if record
-        else f"headway: exit code {code}\n"
-    )
+    if not record:
+        return f"headway: exit code {code}\n"
+    where = record.get("failure_file")  # a full disk may not have taken it
+    return format_cause(record, world_size, where if where and Path(where).exists() else None)
 
 
 def reason(outcome: Mapping[str, Any]) -> str:
@@ -67,8 +66,7 @@ def reason(outcome: Mapping[str, Any]) -> str:
         return str(record["sentence"])
     if not record.get("error") or (code in _NOT_CRASHES and record["kind"] == "exit"):
         return ""
-    of_a_rank = record["kind"] not in (*NOT_OF_A_RANK, "hang")
-    return f"rank {record['rank']}: {record['error']}" if of_a_rank else str(record["error"])
+    return describe_failure(record)
 
 
 def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> FailureRecord:

@@ -159,7 +159,8 @@ def _failure(run: Run, snapshot: Snapshot) -> str:
     log = "\n".join(
         clean_indented(line) for line in last_lines(run.path, run.log_file(failure.rank or 0))[-40:]
     )
-    where = f"rank {failure.rank}, host {failure.host}, step {failure.step}"
+    known = {"rank": failure.rank, "host": failure.host or None, "step": failure.step}
+    where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
     return (
         f"<h2>The first failure</h2><p>{escape(where)}</p><pre>{escape(text)}</pre>"
         f"<details><summary>the end of its log</summary><pre>{escape(log)}</pre></details>"

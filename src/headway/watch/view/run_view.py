@@ -285,7 +285,7 @@ class RunView:
         lines = str(record.get("traceback") or "")[-20_000:].splitlines()
         return Failure(
             rank=rank if is_count(rank := record.get("rank")) else None,
-            host=clean(record.get("host", ""), 60),
+            host=clean(record.get("host") or "", 60),
             step=step if is_count(step := record.get("step")) else None,
             error=clean(record.get("error", ""), 2000),
             traceback=[clean_indented(line) for line in lines],
