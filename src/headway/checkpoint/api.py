@@ -25,6 +25,7 @@ from headway.checkpoint.format.manifest import STATE, Manifest, read_document, r
 from headway.checkpoint.format.verification import check_contents, check_files
 from headway.checkpoint.inspect.listing import find_best
 from headway.checkpoint.reader import CheckpointReader
+from headway.checkpoint.write import disk
 from headway.checkpoint.write.saver import Saver
 from headway.dist.collective.exchange import RankExchange, rank_and_size
 from headway.errors import NoValidCheckpoint, UsageError
@@ -140,6 +141,7 @@ def find_valid(where: CheckpointRoot) -> Path | None:
     parent, _ = resolve_root(where)
     damaged: list[str] = []
     exchange = RankExchange(f"find a valid checkpoint in {parent}")
+    exchange.from_root(partial(_put_back, where))
     for step in exchange.from_root(lambda: list_steps(parent))[::-1]:
         path = step_dir(parent, step)
         problems = verify_on_all_ranks(exchange, path)
@@ -172,6 +174,14 @@ def verify_on_all_ranks(exchange: RankExchange, path: Path) -> list[str]:
             return [str(problem)]
 
     return list(dict.fromkeys(problem for found in exchange.all_gather(check) for problem in found))
+
+
+def _put_back(where: CheckpointRoot) -> None:
+    """Finishes what a save left that was killed while it replaced a checkpoint."""
+    parent, owner = resolve_root(where)
+    if parent.is_dir() and not (isinstance(where, Run) and not where.is_ours()):
+        with files.storage(f"look for checkpoints in {parent}"):
+            disk.put_back(parent, owner)
 
 
 def _set_aside(where: CheckpointRoot, path: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -49,6 +49,17 @@ def check_dataset(name: str, loader: object, pipe: Pipeline) -> None:
             f"dataset {name!r} is registered in stage {pipe.current_stage.name!r}, when positions have been restored: "
             "register it in pre_run of the pipeline or of a callback, or before run()"
         )
+
+
+def find_parameters(pipe: Pipeline, optimizer: str, model: str | None) -> list[nn.Parameter]:
+    """Returns what an optimizer steps, of one model or of all; raises `UsageError` if there is no such model."""
+    if model is not None and model not in pipe.registered_models:
+        known = ", ".join(repr(name) for name in pipe.registered_models) or "none"
+        raise UsageError(
+            f"optimizer {optimizer!r} needs model {model!r}, registered is {known}: register the model first"
+        )
+    chosen = pipe.registered_models.values() if model is None else [pipe.registered_models[model]]
+    return [p for one in chosen for p in one.bare.parameters() if p.requires_grad]
 
 
 def check_is_stage(stage: object, method: str) -> None:

@@ -30,8 +30,8 @@ from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import AddedMetrics, EpochMetric, check_names
 from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
-from headway.train.resume import generators, rng
-from headway.train.resume.replay import note_batch
+from headway.train.resume import generators
+from headway.train.resume.replay import note_batch, read_stand_in
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import find_unregistered
 from headway.train.settings import check_whole
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
 
-STOP, SAVE, VALIDATE = 1, 2, 4
-"""what a rank may ask for at a log point: any rank for a stop, rank 0 for a save or a validation by its clock"""
+STOP, SAVE, VALIDATE, POST_STAGE = 1, 2, 4, 8
+"""what a rank may ask for at a log point: any rank for a stop or its `post_stage`, rank 0 for what its clock says"""
 
 
 class StageStatus(Enum):
@@ -77,6 +77,7 @@ class LoopState:
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
         self.status = StageStatus.NEW
+        self.post_stage_due = False  # whether any rank has one of the user that is yet to be called
         self.stop_requested = False
         """`stop_stage` was called on this rank; the status says what all ranks have agreed on"""
         self.epoch = 0
@@ -200,6 +201,12 @@ class LoopState:
         """Whether another epoch may begin."""
         return self.more_steps and (self.max_epochs is None or self.epoch < self.max_epochs)
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of the stage is left to do: no epoch, and no `post_stage` of the user."""
+        left = self.status is StageStatus.NEW or self.status.in_epoch or self.more_epochs
+        return not left and not self.post_stage_due
+
     def pause_follows(self) -> bool:
         """Whether a validation or the end of the epoch follows the step that was just made."""
         return not self.more_steps or any(each.ends_here and not each.done for each in self.passes[-1:])
@@ -207,10 +214,14 @@ class LoopState:
     def log_point_flags(self) -> int:
         """What this rank asks for at a log point."""
         checkpointer = self.pipe._checkpointer
-        return (STOP if self.stop_requested else 0) | (checkpointer.log_point_flags() if checkpointer else 0)
+        own = (STOP if self.stop_requested else 0) | (
+            POST_STAGE if self.pipe._has_post_stage(self.stage) else 0
+        )
+        return own | (checkpointer.log_point_flags() if checkpointer else 0)
 
     def apply_flags(self, flags: Sequence[int]) -> None:
         """What all ranks have asked for: one rank is enough to stop."""
+        self.post_stage_due = any(word & POST_STAGE for word in flags)
         if any(word & STOP for word in flags):
             self.status = StageStatus.STOPPING if self.status.in_epoch else StageStatus.STOPPED
 
@@ -282,7 +293,7 @@ class LoopState:
             if limit is not None:
                 source = islice(source, max(0, limit - progress.batches_given))
             if progress.agreement is not None:
-                stand_in = partial(self._stand_in, loader)
+                stand_in = partial(read_stand_in, loader, self.device, self.pipe.world.rank)
                 source = progress.agreement.batches(source, stand_in, one_pass=opened is loader)
             for batch in source:
                 given = progress.batches_given = progress.batches_given + 1
@@ -307,20 +318,6 @@ class LoopState:
             f"{progress.skip:,} batches are read again and left out"
         )
         return loaders.reopen(loader, progress)
-
-    def _stand_in(self, loader: Iterable[Any]) -> Any:
-        """Returns a batch to repeat for a rank that has had none in this attempt, while other ranks train."""
-        with rng.temporary_state(None, self.device):
-            position = loader.state_dict() if isinstance(loader, StatefulObject) else None
-            batch = next(open_loader(loader), None)
-            if isinstance(loader, StatefulObject):
-                loader.load_state_dict(position)
-        if batch is None:
-            raise UsageError(
-                f'rank {self.pipe.world.rank} has no batch, and uneven="longest" needs one on each rank: register a '
-                "larger dataset"
-            )
-        return batch
 
     def begin_agreed_pass(
         self,
@@ -419,6 +416,7 @@ class LoopState:
         """Agrees on requests to stop, adds what a hook has logged since the epoch ended to its metrics; shows them."""
         point = self.epoch_metrics.compute_late(self.meter.reduce(flags=self.log_point_flags()))
         self.meter.finish_epoch()
+        self.logged_at = self.steps_done
         self.apply_flags(point.flags)
         if point.values or point.local:
             self.pipe._extend_epoch(self.stage, point)
@@ -463,6 +461,7 @@ class LoopState:
             "epoch": self.epoch,
             "steps": self.steps_done,
             "stopped": self.status.stop_agreed,
+            "post_stage_due": self.post_stage_due,
             "in_epoch": in_epoch,
             "epoch_began": self.epoch_start,
             "passes": [each.state_dict() for each in self.passes] if in_epoch else [],
@@ -476,6 +475,7 @@ class LoopState:
             self.status = StageStatus.STOPPING if state["stopped"] else StageStatus.IN_EPOCH
         elif self.epoch:
             self.status = StageStatus.STOPPED if state["stopped"] else StageStatus.BETWEEN_EPOCHS
+        self.post_stage_due = state.get("post_stage_due", False)  # older checkpoints do not say
         self.passes = [Pass.from_state_dict(each) for each in state["passes"]]
         self.meter.load_state_dict(state["meter"])
         stopping = state.get("early_stopping")  # older checkpoints have none

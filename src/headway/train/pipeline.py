@@ -36,6 +36,7 @@ from headway.train.checks import (
     check_registered,
     check_scheduler,
     check_stage,
+    find_parameters,
     keep_metric,
     warn_of_unread_sweep,
     watch_first_steps,
@@ -189,7 +190,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         """
         check_new("optimizer", name, self.optimizers)
         if not isinstance(optimizer, Optimizer) and callable(optimizer):
-            optimizer = optimizer(self._parameters(name, model))
+            optimizer = optimizer(find_parameters(self, name, model))
         check_optimizer(name, optimizer)
         check_scheduler(name, scheduler, split=split_param_groups(optimizer))
         self.optimizers[name] = optimizer
@@ -308,9 +309,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             if self._media is not None:
                 self._media.begin(self.steps_done)
             for stage in self.stages:
-                status = stage._loop.status
-                if status is not StageStatus.NEW and not status.in_epoch and not stage._loop.more_epochs:
-                    continue  # the stage ended in an earlier attempt
+                if stage._loop.ended:
+                    continue  # in an earlier attempt
                 with self._running_stage(stage):
                     for _ in loop.epochs(stage):
                         stage.run_epoch()
@@ -362,9 +362,18 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         ):
             self._run_hook("pre_stage", stage)
             yield
+            if self._checkpointer:
+                self._checkpointer.restore_rng()  # if nothing but the hook was left to do
             self._run_hook("post_stage", stage)
             stage._loop.log_after_epoch()
+            if self._checkpointer:
+                self._checkpointer.after_stage(stage)
         self.current_stage = None
+
+    def _has_post_stage(self, stage: Stage) -> bool:
+        """Whether the user has written a `post_stage`: it may change what the last epoch has saved."""
+        own = type(stage).post_stage is not Stage.post_stage or "post_stage" in vars(stage)
+        return own or any(type(each).post_stage is not Callback.post_stage for each in self._callbacks)
 
     @property
     def _registers_later(self) -> bool:
@@ -481,15 +490,6 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self._reporter.extend_epoch(row, point)
         if self._checkpointer:
             self._checkpointer.record_metrics(point.values)
-
-    def _parameters(self, optimizer: str, model: str | None) -> list[nn.Parameter]:
-        if model is not None and model not in self.registered_models:
-            known = ", ".join(repr(name) for name in self.registered_models) or "none"
-            raise UsageError(
-                f"optimizer {optimizer!r} needs model {model!r}, registered is {known}: register the model first"
-            )
-        chosen = self.registered_models.values() if model is None else [self.registered_models[model]]
-        return [p for one in chosen for p in one.bare.parameters() if p.requires_grad]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save: tensors on their devices, all else as plain values."""

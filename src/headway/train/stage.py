@@ -86,7 +86,7 @@ class Stage(ABC):
         """Called before the first epoch."""
 
     def post_stage(self) -> None:  # noqa: B027
-        """Called after the last epoch."""
+        """Called after the last epoch. What it changes is saved; one that is cut off is called again by the resume."""
 
     def pre_epoch(self) -> None:  # noqa: B027
         """Called before each epoch."""

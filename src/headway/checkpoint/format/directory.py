@@ -7,6 +7,7 @@ checkpoints/step-000000001000/     exists only when all of it is on disk
     rank-00000.safetensors         the tensors that rank 0 wrote        rank-00000.json: what only rank 0 has
 checkpoints/latest                 the newest step, for people; never read by headway
 checkpoints/step-N.corrupt-1/      found damaged, renamed, kept
+checkpoints/.old-RUN-N-TOKEN/      hidden while a later state of the same step takes its name
 """
 
 from __future__ import annotations

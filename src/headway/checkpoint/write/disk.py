@@ -5,7 +5,9 @@
     commit    write, fsync index, state and manifest; fsync the      rank 0, when all ranks have written
               directory; rename it and `latest`; fsync their parent
 
-If a step fails before the rename, `discard` removes everything; after a kill, the next `begin` does.
+If a step fails before the rename, `discard` removes everything; after a kill, the next `begin` does. A checkpoint that
+is replaced by a later one of the same step is hidden as .old-OWNER-STEP-TOKEN until then, and gets its name back if the
+later one has not got it.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class SaveTarget:
     """the name of the directory while it is hidden"""
     fence: lock.Fence | None
     """the lock of the run: nothing is committed after it was lost"""
+    replaces: bool = False
+    """whether there may be an earlier checkpoint of this step, which this one takes the place of"""
 
     @property
     def hidden(self) -> Path:
@@ -108,16 +112,45 @@ def commit(target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifes
             if target.fence is not None:
                 target.fence.check()
             _check_new(target)
-            target.hidden.rename(target.final)
+            _give_name(target)
             failpoint("checkpoint.after_rename")
             latest.rename(parent / "latest")
             failpoint("checkpoint.after_latest")
             files.sync_dir(parent)
+            if target.replaces:
+                put_back(parent, target.owner)
             failpoint("checkpoint.committed")
     finally:
         with suppress(OSError):  # the next save removes it
             latest.unlink()
     return len(sealed) + sum(fact.bytes for fact in facts.values())
+
+
+def _give_name(target: SaveTarget) -> None:
+    """Renames the hidden directory; one that has the name is hidden first, since a directory is not overwritten."""
+    if not target.replaces or not os.path.lexists(target.final):
+        target.hidden.rename(target.final)
+        return
+    try:
+        target.final.rename(target.hidden.with_name(target.save.replace(".tmp-", ".old-", 1)))
+        failpoint("checkpoint.replacing")
+        target.hidden.rename(target.final)
+    except OSError:
+        put_back(Path(target.parent), target.owner)
+        raise
+
+
+def put_back(parent: Path, owner: str) -> None:
+    """Gives hidden checkpoints of this owner their names back, and removes those that have been replaced."""
+    hidden = re.compile(rf"\.old-{re.escape(owner)}-([0-9]+)-[0-9a-f]{{16}}")
+    for path in parent.iterdir():
+        if found := hidden.fullmatch(path.name):
+            final = step_dir(parent, int(found[1]))
+            if os.path.lexists(final):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(final)
+                files.sync_dir(parent)
 
 
 def discard(target: SaveTarget) -> None:
@@ -127,6 +160,7 @@ def discard(target: SaveTarget) -> None:
 
 def sweep(parent: Path, owner: str) -> None:
     """Removes what killed saves and deletions of this owner have left, and nothing else."""
+    put_back(parent, owner)
     leftover = re.compile(rf"\.(tmp|del)-{re.escape(owner)}-[0-9]+-[0-9a-f]{{16}}")
     for path in parent.iterdir():
         if leftover.fullmatch(path.name):
@@ -207,7 +241,7 @@ def _write(fd: int, piece: memoryview) -> None:
 
 
 def _check_new(target: SaveTarget) -> None:
-    if os.path.lexists(target.final):
+    if not target.replaces and os.path.lexists(target.final):
         raise UsageError(
             f"{target.final} exists already, and a checkpoint is never overwritten: save another step"
         )

@@ -70,10 +70,12 @@ class Saver:
         local: object = None,
         metrics: Mapping[str, float] | None = None,
         before_write: Callable[[], object] | None = None,
+        replaces: bool = False,
     ) -> None:
         """Saves a state, on all ranks; takes what `checkpoint.save` takes. Raises what made the save before it fail.
 
-        `before_write` is called before anything is written, in the background if the save is.
+        `before_write` is called before anything is written, in the background if the save is. With `replaces`, an
+        earlier checkpoint of the step is replaced, which a kill never leaves without either.
         """
         start = time.monotonic()
         self.wait()
@@ -90,6 +92,7 @@ class Saver:
             step=step,
             save=agreed.save,
             fence=self._lock and self._lock.fence,
+            replaces=replaces,
         )
         if self._background is not None:
             self._pending = self._background.start(target, contents, agreed, start, before_write)

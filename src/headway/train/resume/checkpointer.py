@@ -3,6 +3,9 @@
 A save is consistent over all ranks: between two steps or after an epoch, never within an accumulation. If a validation
 or the end of the epoch follows a step, an ordinary save comes after it, so that the checkpoint has its own metrics and
 `keep_best` can choose by them. A stop does not wait; a validation that was due is the first thing after the resume.
+
+A run may come further without a step: to the end of an epoch, or of `post_stage`. A checkpoint from then replaces an
+earlier one of the same step.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -40,6 +42,7 @@ from headway.train.resume import attempts, end_of_run, rng, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import find_changes, is_global, position
 from headway.train.resume.replay import LoaderStates
+from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import UnsavedState
 
@@ -68,7 +71,7 @@ class Checkpointer:
         self._saver: checkpoint.Saver | None = None
         self._agreement, self._retry_agreement = Agreement(), Agreement()
         self._attempt, self._heard = 0, list[str]()  # what this rank was asked to stop by
-        self._last_save = _SaveAttempt(step=-1, scheduled=False)
+        self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
         self._retry = False  # whether to repeat a save that has failed
         self._newest: tuple[int, float] | None = None
         """step of the newest whole checkpoint, and when it was written"""
@@ -130,7 +133,7 @@ class Checkpointer:
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
         if choice.parent is not None and loaded.path == choice.parent:
-            self._last_save = _SaveAttempt(step=-1, scheduled=False)  # this run has not saved it
+            self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)  # this run has not saved it
         self.pipe._run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
@@ -230,6 +233,12 @@ class Checkpointer:
             self._save(stage)
         self._lead_time.pause()
 
+    def after_stage(self, stage: Stage) -> None:
+        """Saves what `post_stage` has changed, if there is a checkpoint of this step without it."""
+        stage._loop.post_stage_due = False
+        if self._last_save.step == self.pipe.steps_done:
+            self._save(stage)
+
     def log_point_flags(self) -> int:
         """Returns the flag that requests a save by time; at a log point all ranks follow rank 0's clock."""
         every = self.settings.interval.seconds
@@ -302,10 +311,11 @@ class Checkpointer:
         self._begin_save(stage)
         self._wait_for_pending()
         for pause_s in (*_RETRY_PAUSES_S, None):
+            if self._is_saved():
+                break
             try:
                 self._write(scheduled=False)
                 self.saver.wait()
-                break
             except StorageError as error:
                 self._note_failure(error, then="it is repeated", final=pause_s is None)
                 time.sleep(pause_s or 0.0)
@@ -335,7 +345,13 @@ class Checkpointer:
 
     def _is_saved(self) -> bool:
         """Whether a save of this state was begun, and has not failed as far as all ranks know."""
-        return self._last_save.step == self.pipe.steps_done and not self._last_save.failed
+        return self._last_save.place == self._place() and not self._last_save.failed
+
+    def _place(self) -> Place:
+        """Returns how far the run has come."""
+        pipe = self.pipe
+        ended = sum(stage._loop.ended for stage in pipe.stages)
+        return Place(step=pipe.steps_done, epoch=pipe.epoch, stages_ended=ended)
 
     def _wait_for_pending(self) -> None:
         """Waits for the save in the background, and reports it if it has failed."""
@@ -373,14 +389,13 @@ class Checkpointer:
         return f"the newest checkpoint is that of step {self._newest[0]:,}, written {age} ago"
 
     def _write(self, *, scheduled: bool) -> None:
-        """Writes a checkpoint of this state, or begins to, unless that has been done."""
-        pipe = self.pipe
-        if self._is_saved():
+        """Writes a checkpoint of this state, or begins to, unless one that failed was complete."""
+        pipe, place, last = self.pipe, self._place(), self._last_save
+        replaces = last.replaces if last.place == place else last.step == place.step
+        if last.place == place and not replaces and from_root(self._was_committed):
+            last.failed, self._newest = False, (place.step, time.monotonic())
             return
-        if self._last_save.step == pipe.steps_done and from_root(self._was_committed):
-            self._last_save.failed, self._newest = False, (pipe.steps_done, time.monotonic())
-            return
-        self._last_save = _SaveAttempt(step=pipe.steps_done, scheduled=scheduled)
+        self._last_save = SaveAttempt(place=place, scheduled=scheduled, replaces=replaces)
         failpoint("train.save")
         state.check_weights(self.pipe)
         self._unsaved.check()
@@ -397,6 +412,7 @@ class Checkpointer:
             local=facts["local"],
             metrics=self._scalars_of_step(),
             before_write=pipe._media.flush_before(pipe.steps_done) if pipe._media else None,
+            replaces=replaces,
         )
         self.collect_finished()
 
@@ -444,7 +460,8 @@ class Checkpointer:
     def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
         pipe, shared, local = self.pipe, loaded.state["run"], loaded.local
         state.restore(pipe, loaded.state)
-        self._last_save, self._best = _SaveAttempt(step=loaded.step, scheduled=False), shared["best"]
+        self._last_save, self._best = SaveAttempt(place=self._place(), scheduled=False), shared["best"]
+        self._values = loaded.step, loaded.metrics  # a checkpoint that replaces it has them, too
         self._newest = loaded.step, time.monotonic() - self._age_on_disk(loaded.step)
         same = loaded.world_size == pipe.world.world_size
         positions = shared["datasets"] | (local["datasets"] if same else {})
@@ -480,14 +497,3 @@ class Checkpointer:
         """Logs on rank 0 only."""
         if self.pipe.world.is_root:
             logger.log(level, message)
-
-
-@final
-@dataclass
-class _SaveAttempt:
-    """The last save that all ranks have begun; equal on all ranks."""
-
-    step: int
-    scheduled: bool
-    """whether it was due, and not the retry of another"""
-    failed: bool = False

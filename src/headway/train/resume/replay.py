@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from headway.errors import UsageError
 from headway.system.log import logger
 from headway.train.batches import Pass, open_loader
 from headway.train.resume import generators, rng
@@ -104,6 +105,20 @@ class LoaderStates:
         if not isinstance(loader, TorchDataLoader):
             return None
         return next((name for name, each in self._pipe.datasets.items() if each is loader), None)
+
+
+def read_stand_in(loader: Iterable[Any], device: torch.device, rank: int) -> Any:
+    """Returns a batch to repeat for a rank that has had none in this attempt, while other ranks train."""
+    with rng.temporary_state(None, device):
+        position = loader.state_dict() if isinstance(loader, StatefulObject) else None
+        batch = next(open_loader(loader), None)
+        if isinstance(loader, StatefulObject):
+            loader.load_state_dict(position)
+    if batch is None:
+        raise UsageError(
+            f'rank {rank} has no batch, and uneven="longest" needs one on each rank: register a larger dataset'
+        )
+    return batch
 
 
 def note_batch(progress: Pass, batch: Any) -> None:

@@ -1,0 +1,174 @@
+"""What `post_stage` changes is in the last checkpoint of its stage; one that was cut off is repeated, and no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import Cut, Traced, assert_same, make, seeded, weights
+from test_stopping import wait_for_the_word
+from torch import Tensor
+
+import headway as hw
+from headway.checkpoint.write import disk
+from headway.errors import Stopped
+from headway.testing import ranks
+from headway.train import Callback, Pipeline, Stage
+from headway.train.resume import rng
+
+alone = pytest.mark.usefixtures("alone")
+LAST = 22  # the last step of two epochs
+
+
+class Finishing(Traced):
+    """Replaces weights when training is done, as `update_bn` or an average of weights does."""
+
+    stop_at: int | None = None
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.calls = 0
+
+    def step(self, batch: Any) -> Tensor:
+        if self.training and self.pipe.steps_done + 1 == self.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for_the_word()
+        return super().step(batch)
+
+    def post_stage(self) -> None:
+        self.calls += 1
+        net = self.pipe.registered_models["net"].bare
+        with torch.no_grad():
+            net.first.bias.mul_(3.0)
+            if self.cut == "middle":
+                raise Cut
+            net.last.bias.add_(torch.rand(3))
+        self.log("added", net.last.bias.sum().item())
+        if self.cut == "end":
+            raise Cut
+
+
+class Plain(Traced):
+    """A second stage."""
+
+
+def make_two(folder: Path, stage: Stage, *, cut: Any = None, **options: Any) -> tuple[Pipeline, Plain]:
+    second = Plain(cut=cut)
+    pipe = make(folder, stage, max_epochs=2, **options)
+    pipe.append_stage(second, max_epochs=1, name="second")
+    return pipe, second
+
+
+def saved(pipe: Pipeline, step: int) -> dict[str, Tensor]:
+    return hw.checkpoint.load(pipe.directory.checkpoint_dir(step)).state["models"]["net"]  # type: ignore[no-any-return]
+
+
+def assert_ends_alike(ours: Pipeline, truth: Pipeline) -> None:
+    assert_same(weights(ours), weights(truth))
+    assert_same(saved(ours, truth.steps_done), weights(truth))
+    assert ours.history.epochs == truth.history.epochs
+    assert ours.history["train/added"] == truth.history["train/added"]
+    assert rng.random_state(ours.device) == rng.random_state(truth.device)
+
+
+@pytest.fixture
+def truth(alone: None, tmp_path: Path) -> Pipeline:  # noqa: ARG001
+    pipe = seeded(make(tmp_path / "truth", Finishing(), every="1 epoch", max_epochs=2))
+    pipe.run()
+    return pipe
+
+
+def test_what_it_changes_is_in_the_last_checkpoint(truth: Pipeline, tmp_path: Path) -> None:
+    assert_same(saved(truth, LAST), weights(truth))
+    kept = hw.checkpoint.load(truth.directory.checkpoint_dir(LAST))
+    assert kept.metrics["val/loss"] == truth.history["val/loss"][-1]
+    assert kept.metrics["train/added"] == truth.history["train/added"][-1]
+    assert not [path for path in truth.directory.checkpoints_dir.iterdir() if path.name.startswith(".")]
+    stage = Finishing()
+    again = make(tmp_path / "truth", stage, every="1 epoch", max_epochs=2, resume=str(truth.directory.path))
+    again.run()
+    assert stage.calls == 0 and not stage.by_step, "a finished run is restored"
+    assert_same(weights(again), weights(truth))
+
+
+POINTS = {
+    "checkpoint.before_rename": 1,  # how often the resumed run calls the hook
+    "checkpoint.replacing": 1,
+    "checkpoint.after_rename": 0,
+    "checkpoint.committed": 0,
+}
+
+
+@pytest.mark.parametrize("cut", ["middle", "end", *POINTS])
+def test_one_that_was_cut_off_is_repeated(
+    cut: str, truth: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hook, or in the save that replaces the checkpoint of the last epoch."""
+    stage, passed = Finishing(cut=cut), disk.failpoint
+
+    def fail(point: str) -> None:
+        if stage.calls and point == cut:
+            raise Cut
+        passed(point)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "failpoint", fail)
+        with pytest.raises(Cut):
+            seeded(make(tmp_path / "cut", stage, every="1 epoch", max_epochs=2)).run()
+    stage = Finishing()
+    again = make(tmp_path / "cut", stage, every="1 epoch", max_epochs=2)
+    again.run()
+    assert not stage.by_step, "no step is repeated"
+    assert stage.calls == POINTS.get(cut, 1)
+    assert_ends_alike(again, truth)
+
+
+@alone
+@pytest.mark.parametrize("at", [LAST, LAST + 5])
+def test_between_two_stages(at: int, tmp_path: Path) -> None:
+    """The second stage is cut off before it saves for the first time: the hook of the first is over."""
+    whole, _ = make_two(tmp_path / "whole", Finishing(), every="1 epoch")
+    seeded(whole).run()
+    first = Finishing()
+    with pytest.raises(Cut):
+        seeded(make_two(tmp_path / "cut", first, cut=at + 1, every="1 epoch")[0]).run()
+    assert first.calls == 1
+    first = Finishing()
+    again, second = make_two(tmp_path / "cut", first, every="1 epoch")
+    again.run()
+    assert first.calls == 0 and not first.by_step and len(second.by_step) == 11
+    assert_ends_alike(again, whole)
+
+
+def test_a_run_that_was_stopped_in_its_last_step_saves_its_end(truth: Pipeline, tmp_path: Path) -> None:
+    """The checkpoint of the stop has the last step, but neither its validation nor the end of the epoch."""
+    stage = Finishing()
+    stage.stop_at = LAST
+    with pytest.raises(Stopped, match=f"after step {LAST}, with a checkpoint"):
+        seeded(make(tmp_path / "cut", stage, every="1h", max_epochs=2)).run()
+    stage = Finishing()
+    again = make(tmp_path / "cut", stage, every="1h", max_epochs=2)
+    again.run()
+    assert stage.calls == 1 and not stage.by_step
+    assert_ends_alike(again, truth)
+    progress = hw.checkpoint.load(again.directory.checkpoint_dir(LAST)).state["progress"]
+    assert progress == {"step": LAST, "epoch": 2}
+
+
+class OnOneRank(Callback):
+    def post_stage(self, stage: Stage) -> None:
+        stage.pipe.registered_models["net"].bare.first.bias.data.fill_(1.0)
+
+
+@ranks(2)
+def test_ranks_agree_that_one_of_them_has_the_hook(tmp_path: Path) -> None:
+    pipe = make(tmp_path, Traced(), every="1 epoch", max_epochs=1)
+    if hw.rank() == 0:
+        pipe.add_callback(OnOneRank())
+    pipe.run()
+    state = hw.checkpoint.load(pipe.directory.checkpoint_dir(11)).state
+    assert state["stages"]["train"]["post_stage_due"] is False, "it was saved again after the hook"
