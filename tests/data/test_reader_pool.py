@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ import pytest
 import simplejpeg
 import torch
 from PIL import Image
-from waiting import EXIT_LIMIT_S
+from waiting import EXIT_LIMIT_S, wait_until
 
 from headway.data import MultiCrop, ShardLoader, pack
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
@@ -302,6 +303,10 @@ class Stub:
         Stub.running -= 1
         return SlotAnswer([], 0.0, 0.0)
 
+    def shut_down(self) -> None: ...
+    def close(self) -> None: ...
+    def wait(self, deadline: float) -> None: ...
+
 
 def test_processes_are_few_and_nobody_waits_for_their_start(
     shards: Path, monkeypatch: pytest.MonkeyPatch
@@ -360,17 +365,82 @@ def test_without_an_interpreter_to_start_threads_read(
     assert not fast.has_processes and fast._pool is not None and fast._pool.read([]) is None
 
 
-def test_images_that_are_kept_are_said_to_hold_the_memory(shards: Path, messages: list[str]) -> None:
-    fast, _ = readers(ShardLoader(shards, batch_size=60), gpu=None, transform=None)
+def test_images_are_their_owners(shards: Path) -> None:
+    """They may be kept, and a fork does not see the next ones in their place."""
+    loader = ShardLoader(shards, batch_size=60)
+    fast, plain = readers(loader, gpu=None, transform=None)
+    assert fast._pool is not None
+    fast._pool = there = InProcess(fast._pool)  # type: ignore[assignment]
+    chunk = read(fast, batches(loader)[0])
+    there._slots._memory[:] = 0
+    assert_equal(chunk, plain.read(batches(loader)[0]))
+    images = [value["jpg"] for value in chunk.values if "jpg" in value]
+    assert len(images) > 20 and all(image.flags.writeable for image in images)
+    assert there._slots.take() == 0, "and its slot is free again"
+
+
+def test_a_process_that_does_not_start_is_not_awaited_forever(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    stub = tmp_path / "python"
+    stub.write_text("#!/bin/bash\nkill -STOP $$\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    monkeypatch.setattr(reader_pool, "_ANSWER_WAIT_S", 0.2)
+    monkeypatch.setattr(reader_pool, "_EXIT_WAIT_S", 0.2)
+    loader = ShardLoader(shards, batch_size=60)
+    fast, _ = readers(loader, gpu=None, transform=None)
+    pool, locations = fast._pool, batches(loader)[0]
+    assert pool is not None and pool.read(locations) is None and pool.usable
+    wait_until(lambda: pool.read(locations) is None and not pool.usable, "the process is given up")
+    assert len(messages) == 1 and "did not answer in 0.2 s" in messages[0]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_all_processes_end_together(shards: Path, failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are stopped, and when one of them has failed."""
+    monkeypatch.setattr(reader_pool, "_EXIT_WAIT_S", 0.5)
+    loader = ShardLoader(shards, batch_size=60)
+    fast, _ = readers(loader, gpu=None, transform=None)
     pool = fast._pool
     assert pool is not None
-    pool._idle.append(Stub())  # type: ignore[arg-type]
-    kept = [pool.read([]) for _ in range(reader_pool._SLOTS)]
-    assert None not in kept and not messages
-    assert [pool.read([]), pool.read([])] == [None, None] and pool.usable
-    assert len(messages) == 1 and ".copy()" in messages[0]
-    kept.pop()
-    assert pool.read([]) is not None
+    before = open_files()
+    for _ in range(3):  # none of them is ready
+        pool._idle.clear()
+        pool._take()
+    processes = [psutil.Process(each._process.pid) for each in pool._processes]
+    processes[0].suspend()
+    if failed:
+        pool._give_up(OSError("one failed"))
+    del pool, fast
+    gc.collect()
+    assert not psutil.wait_procs(processes, EXIT_LIMIT_S)[1]
+    assert open_files() <= before
+
+
+def open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_a_process_finds_headway_where_the_script_did(shards: Path, tmp_path: Path) -> None:
+    """By a relative path that is no longer valid, and not what stands beside the script."""
+    (tmp_path / "src").symlink_to(Path(reader_pool.headway.__file__).parents[1])
+    (tmp_path / "json.py").write_text("raise SystemExit('not mine')")
+    others = [each for each in sys.path if each and "headway" not in each]
+    script = f"""
+import json, os, sys
+sys.path[:] = ["", "src", *{others!r}]
+from headway.data import ShardLoader
+os.chdir("/")
+pool = ShardLoader({str(shards)!r}, batch_size=60, max_bad=1)._reader._pool
+pool._waits = True
+os.chdir({str(tmp_path)!r})
+print(pool.read([(0, 0, 2, 0)]) is not None)
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == "True\n" and not done.stderr, done.stderr
 
 
 def test_processes_read_where_nothing_stands_against_it(shards: Path) -> None:
@@ -554,7 +624,7 @@ def test_a_process_reads_the_same_samples_also_after_a_resume(
     assert expected == batches(loader)
     for locations in expected[:3]:
         assert_equal(read(fast, locations), plain.read(locations))
-    assert pool._idle == [process] and not messages
+    assert [*pool._idle] == [process] and not messages
     # a few calls for each sample, in the process that trains
     answer = pool.read(expected[0])
     assert answer is not None

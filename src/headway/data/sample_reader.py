@@ -237,7 +237,9 @@ class SampleReader:
         self, chunk: Chunk, locations: Sequence[SampleLocation], answer: ReadAnswer, began: float
     ) -> None:
         rows, read_s, _ = answer.told
-        pixels, read, samples = np.frombuffer(answer.memory, np.uint8), began + read_s, list[_ReadSample]()
+        used = max([row[4] for row in rows if row is not None], default=0)
+        # a copy: users may keep it, and forks of this process see memory that is shared change
+        pixels, read, samples = np.array(answer.memory[:used]), began + read_s, list[_ReadSample]()
         for location, row in zip(locations, rows, strict=False):
             if row is None:
                 sample = self._read_sample(location, [], chunk)

@@ -14,15 +14,18 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 
+import headway
 from headway.data.sources.reader_process import SLOT_BYTES, ReaderSettings, SlotAnswer
 from headway.dist.control.signals import block_signals
 from headway.system.files import open_unnamed
@@ -30,7 +33,10 @@ from headway.system.log import logger
 
 _SLOTS = 256  # take memory when they are first used, and those with low numbers are used first
 _ANSWER_WAIT_S, _EXIT_WAIT_S = 60.0, 5.0  # it starts in about half a second
-_PROGRAM = "import sys; sys.path[:] = {path}; from headway.data.sources.reader_process import main; main()"
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {home!r}); import headway; sys.path[:1] = []; sys.path += {paths!r}; "
+    "from headway.data.sources.reader_process import main; main()"
+)
 MAX_DECODERS = 4
 """processes that decode for a rank: more would be faster than one interpreter makes batches of small samples"""
 
@@ -59,8 +65,12 @@ class SharedSlots:
 
     def __init__(self, pinning: Pinning | None = None) -> None:
         self.descriptor = open_unnamed("headway-samples")
-        os.ftruncate(self.descriptor, _SLOTS * SLOT_BYTES)
-        self._memory = np.frombuffer(mmap.mmap(self.descriptor, _SLOTS * SLOT_BYTES), np.uint8)
+        try:
+            os.ftruncate(self.descriptor, _SLOTS * SLOT_BYTES)
+            self._memory = np.frombuffer(mmap.mmap(self.descriptor, _SLOTS * SLOT_BYTES), np.uint8)
+        except OSError:
+            os.close(self.descriptor)
+            raise
         self._pinning, self._pinned, self._free = pinning, set[int](), list(range(_SLOTS))
         self._lock, self._returned, self._pins = threading.Lock(), deque[int](), pinning is not None
         weakref.finalize(self, _release, self.descriptor, self._memory, self._pinned, pinning).atexit = False
@@ -77,11 +87,6 @@ class SharedSlots:
         if self._pins and address not in self._pinned:
             self._pin(address)
         return slot
-
-    @property
-    def all_in_use(self) -> bool:
-        """Whether there is no slot to take."""
-        return not self._free and not self._returned
 
     def _pin(self, address: int) -> None:
         assert self._pinning is not None
@@ -121,21 +126,19 @@ class _ReaderProcess:
     """A running reader process, with which one thread at a time talks."""
 
     def __init__(self, settings: str, memory: int) -> None:
-        ours, theirs = socket.socketpair()
+        self._socket, theirs = socket.socketpair()
         limit = struct.pack("ll", int(_ANSWER_WAIT_S), int(_ANSWER_WAIT_S % 1 * 1e6))  # a timeval
         for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, way, limit)
+            self._socket.setsockopt(socket.SOL_SOCKET, way, limit)
         given = open_unnamed("headway-settings")
         try:
             with open(given, "w", closefd=False) as file:
                 file.write(settings)
             os.lseek(given, 0, os.SEEK_SET)
             passed = theirs.fileno(), given, memory
-            # it finds packages where this process does, also those that a script has added
-            program = _PROGRAM.format(path=[each for each in sys.path if isinstance(each, str)])
             with block_signals():  # which are meant for the rank, and stay blocked there
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", program, *map(str, passed)],
+                    [sys.executable, *_interpreter_arguments(), *map(str, passed)],
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -143,14 +146,18 @@ class _ReaderProcess:
         finally:
             theirs.close()
             os.close(given)
-        self._connection, self._ready = Connection(ours.detach()), False
-        weakref.finalize(self, _end, self._process, self._connection, os.getpid())
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._ready, self._start_limit_s = False, time.monotonic() + _ANSWER_WAIT_S
 
     def is_ready(self) -> bool:
-        """Whether it has started. Raises EOFError or OSError if it has ended."""
-        if not self._ready and self._connection.poll():
+        """Whether it has started. Raises EOFError or OSError if it has ended, or takes too long."""
+        if self._ready:
+            return True
+        if self._connection.poll():
             self._connection.recv()
             self._ready = True
+        elif time.monotonic() > self._start_limit_s:
+            raise self._late()
         return self._ready
 
     def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> SlotAnswer:
@@ -162,24 +169,49 @@ class _ReaderProcess:
             self._connection.send((slot, locations))
             return SlotAnswer(*self._connection.recv())
         except BlockingIOError as error:
-            self._process.kill()  # also if it is stopped
-            waited = f"process {self._process.pid} did not answer in {_ANSWER_WAIT_S:g} s"
-            raise TimeoutError(waited) from error
+            raise self._late() from error
+
+    def _late(self) -> TimeoutError:
+        self._process.kill()  # also if it is stopped
+        return TimeoutError(f"process {self._process.pid} did not answer in {_ANSWER_WAIT_S:g} s")
+
+    def shut_down(self) -> None:
+        """Has it exit, also where a fork of this process has the connection, too."""
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
+        self._socket.close()
+
+    def wait(self, deadline: float) -> None:
+        """Waits until it has exited, and kills it then: it may wait for storage."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_WAIT_S)
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
-    if os.getpid() != owner:  # in a fork of the process that it reads for
-        connection.close()
-        return
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.shutdown(socket.SHUT_RDWR)  # on which it exits, also where a fork has the connection, too
-    connection.close()
-    try:
-        process.wait(_EXIT_WAIT_S)
-    except subprocess.TimeoutExpired:  # it waits for storage
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_EXIT_WAIT_S)
+def _interpreter_arguments() -> list[str]:
+    """Returns how a reader process finds this very headway, and all else where an interpreter looks first and then
+    where this one does: what a script has put in front of that is not meant for it."""
+    home = str(Path(headway.__file__).resolve().parents[1])
+    paths = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
+    return ["-I" if sys.flags.isolated else "-P", "-c", _PROGRAM.format(home=home, paths=paths)]
+
+
+def _end(processes: Sequence[_ReaderProcess], owner: int) -> None:
+    if os.getpid() == owner:  # and not in a fork
+        for each in processes:
+            each.shut_down()
+    for each in processes:
+        each.close()
+    deadline = time.monotonic() + _EXIT_WAIT_S
+    for each in processes if os.getpid() == owner else ():
+        each.wait(deadline)
 
 
 @final
@@ -198,11 +230,11 @@ class ReaderPool:
         waits: bool = True,
     ) -> None:
         self._settings, self._pinning, self._waits, self._owner = settings, pinning, waits, os.getpid()
-        self._idle, self._lock = list[_ReaderProcess](), threading.Lock()
-        self._turns = threading.BoundedSemaphore(max_processes)
+        self._processes, self._idle = list[_ReaderProcess](), deque[_ReaderProcess]()
+        self._lock, self._turns = threading.Lock(), threading.BoundedSemaphore(max_processes)
         self._failed = not sys.executable or getattr(sys, "frozen", False)  # nothing can be started
         self._slots: SharedSlots | None = None
-        self._told_of_slots = False
+        weakref.finalize(self, _end, self._processes, self._owner)
 
     @property
     def usable(self) -> bool:
@@ -216,17 +248,16 @@ class ReaderPool:
         with self._turns:
             try:
                 process, slots = self._take()
-                slot = slots.take() if self._waits or process.is_ready() else None
-                if slot is None:
-                    self._idle.append(process)
-                    self._tell_of_slots(slots)
+                if not (self._waits or process.is_ready()):
+                    self._idle.appendleft(process)  # others come first
                     return None
-                told = process.read(slot, locations)
+                slot = slots.take()
+                told = process.read(slot, locations) if slot is not None else None
             except (EOFError, OSError, pickle.UnpicklingError) as error:
                 self._give_up(error)  # and no slot is used again: the process may still write to its own
                 return None
             self._idle.append(process)
-        return ReadAnswer(slots.view(slot), told)
+        return ReadAnswer(slots.view(slot), told) if slot is not None and told is not None else None
 
     def _take(self) -> tuple[_ReaderProcess, SharedSlots]:
         with self._lock:
@@ -234,20 +265,16 @@ class ReaderPool:
                 self._slots = SharedSlots(self._pinning)
             if self._idle:
                 return self._idle.pop(), self._slots
-        return _ReaderProcess(self._settings.to_json(), self._slots.descriptor), self._slots
-
-    def _tell_of_slots(self, slots: SharedSlots) -> None:
-        with self._lock:
-            said, self._told_of_slots = self._told_of_slots, self._told_of_slots or slots.all_in_use
-        if slots.all_in_use and not said:
-            logger.warning(
-                f"images of {_SLOTS} requests are still in use, so that threads read, more slowly: keep copies of "
-                "images, such as sample['jpg'].copy(), and not those of the sample"
-            )
+            process = _ReaderProcess(self._settings.to_json(), self._slots.descriptor)
+            self._processes.append(process)
+            return process, self._slots
 
     def _give_up(self, error: Exception) -> None:
+        """Reads no more: what one process cannot do, the others cannot soon."""
         with self._lock:
             said, self._failed = self._failed, True
+            for each in self._processes:
+                each.shut_down()
         if not said:
             reason = str(error) or "it ended"
             logger.warning(
