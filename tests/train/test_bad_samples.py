@@ -31,6 +31,25 @@ def shards(folder: Path, bad: set[int], count: int) -> Path:
     return folder
 
 
+class Unprefixed(Mean):
+    def val_metric_prefix(self) -> str:
+        return ""
+
+
+@ranks(2)
+def test_a_rank_without_a_sample_counts_its_bad_ones(tmp_path: Path) -> None:
+    """It logs that there are none of them, and nothing else."""
+    where = Path(hw.broadcast_object(str(tmp_path)))
+    pipe = make_pipe(where / "run")
+    for name, count in (("train", 40), ("val", 1)):
+        loader = hw.data.ShardLoader(shards(where / name, set(), count), batch_size=10, shuffle=False)
+        pipe.register_dataset(name, loader)
+    pipe.append_stage(Unprefixed(), max_epochs=1)
+    pipe.run()
+    (epoch,) = pipe.history.epochs
+    assert (epoch.values["loss"], epoch.values["data/val/bad"]) == (0, 0)
+
+
 @ranks(2)
 def test_ranks_count_their_bad_samples_together(tmp_path: Path) -> None:
     where = Path(hw.broadcast_object(str(tmp_path)))

@@ -102,15 +102,61 @@ def test_a_metric_object_has_a_value_for_each_set(tmp_path: Path) -> None:
 class Samples(torch.utils.data.Dataset[Any]):
     """Few samples, so that the last batch is short on every number of ranks, and empty on some rank."""
 
-    def __init__(self, seed: int = 5) -> None:
+    def __init__(self, seed: int = 5, count: int = SAMPLES) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(SAMPLES, FEATURES, generator=generator)
+        self.x = torch.randn(count, FEATURES, generator=generator)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.x[index], self.x[index, :CLASSES].argmax()
+
+
+class OwnSets(Classify):
+    """As many sets as are registered under these names, and a name that is logged in some of them only."""
+
+    def val_dataset(self) -> Any:
+        return {name: loader for name, loader in self.datasets.items() if name != "train"}
+
+    def val_step(self, batch: Any) -> Any:
+        if (self._loop.val_prefix or "").startswith("o"):
+            self.log("most", batch[0].max(), reduce="max")
+        return super().val_step(batch)
+
+
+@ranks(4)
+def test_a_rank_may_have_no_batch_in_some_of_the_sets(tmp_path: Path) -> None:
+    """Sets of fewer samples than ranks: first, last and several, within a run and by themselves, as if on one rank."""
+
+    def check(found: Any, net: torch.nn.Module, counts: dict[str, int]) -> None:
+        for name, count in counts.items():
+            whole = Samples(count, count)
+            loss, accuracy = by_hand(net, [(whole.x, whole.x[:, :CLASSES].argmax(1))])  # type: ignore[arg-type]
+            assert found[f"{name}/loss"] == pytest.approx(loss, rel=1e-6)
+            assert found[f"{name}/accuracy"] == pytest.approx(accuracy, rel=1e-6)
+            assert found.get(f"{name}/most") == (whole.x.max().item() if name[0] == "o" else None)
+
+    def loaders(counts: dict[str, int]) -> dict[str, Any]:
+        return {
+            name: hw.data.DataLoader(Samples(count, count), batch_size=8) for name, count in counts.items()
+        }
+
+    for number, counts in enumerate(
+        [{"val": 23, "ood": 3}, {"first": 2, "val": 23, "ood": 1, "other": 40}, {"ood": 1, "val": 3}]
+    ):
+        where = Path(hw.broadcast_object(str(tmp_path))) / str(number)
+        pipe, stage = make_pipe(where), OwnSets(val_every="2 steps")
+        pipe.register_dataset("train", Batches(4, rank=hw.rank()))
+        for name, loader in loaders(counts).items():
+            pipe.register_dataset(name, loader)
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.run()
+        net = pipe.registered_models["net"].bare
+        check(pipe.history.epochs[-1].values, net, counts)
+        check(pipe.validate(stage, weights="current"), net, counts)
+        renamed = {f"o{name}": count for name, count in counts.items()}
+        check(pipe.test(stage, loaders(renamed), weights="current"), net, renamed)
 
 
 class Predicting(Classify):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -174,6 +178,43 @@ def test_a_value_of_weight_0_does_not_count() -> None:
     assert meter.reduce().values == {"a": 2**24 + 1}
 
 
+@ranks(2)
+def test_a_value_of_weight_0_counts_in_no_reduction() -> None:
+    meter, nan = MetricAccumulator(CPU), float("nan")
+    for weight in (0, torch.tensor(0), torch.tensor(False)):
+        for kind, value in (("min", 0.0), ("max", 9.0), ("sum", 5.0), ("last", nan)):
+            for each in (value, torch.tensor(value)):
+                if hw.rank() == 1:
+                    meter.log(kind, 3.0, reduce=kind)  # type: ignore[arg-type]
+                meter.log(kind, each, weight=weight, reduce=kind)  # type: ignore[arg-type]
+    found = meter.reduce()
+    assert found.values == {"min": 3.0, "max": 3.0, "sum": 18.0, "last": 3.0}
+    assert found.not_finite == {}
+
+
+def test_of_a_value_the_host_does_not_read_the_weight() -> None:
+    """It would wait for the device: a tensor without values stands for one whose values are not there yet."""
+    device = torch.device("meta")
+    meter = MetricAccumulator(device)
+    for kind in ("mean", "sum", "min", "max", "last"):
+        for value in (1.0, torch.ones((), device=device)):
+            meter.log(kind, value, weight=torch.ones((), device=device), reduce=kind)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="meta"):
+        meter.reduce()
+
+
+@pytest.mark.parametrize("kind", ["min", "max"])
+def test_nan_is_the_least_and_the_most(kind: Any) -> None:
+    nan = float("nan")
+    for values in ((nan,), (1.0, nan), (nan, 1.0), (torch.tensor(2.0), nan), (nan, torch.tensor(2.0))):
+        meter = MetricAccumulator(CPU)
+        for value in values:
+            meter.log("a", value, reduce=kind)
+        point = meter.reduce()
+        assert math.isnan(point.values["a"])  # type: ignore[arg-type]
+        assert point.not_finite == {"a": [0]}
+
+
 def test_a_value_is_taken_when_it_is_logged() -> None:
     """Users update buffers in place; what was logged is what was there then."""
     meter, value = MetricAccumulator(CPU), torch.tensor(1.0)
@@ -231,6 +272,7 @@ def test_state_survives_as_json() -> None:
         ({"reduce": "median"}, "metric 'loss': reduce='median' is unknown: use one of \"mean\", \"sum\""),
         ({"scope": "node"}, "metric 'loss': scope='node' is unknown: use \"global\" or \"rank\""),
         ({"value": "0.5"}, "metric 'loss' is of type str: log a number or a tensor"),
+        ({"weight": torch.ones(3)}, "metric 'loss' was logged with a weight of shape (3,): give a number"),
     ],
 )
 def test_bad_calls_name_the_metric_and_the_remedy(change: dict[str, object], message: str) -> None:
@@ -247,3 +289,154 @@ def test_a_metric_keeps_its_shape_and_reduction() -> None:
         meter.log("loss", torch.zeros(2))
     with pytest.raises(UsageError, match='"mean" and now with "sum"'):
         meter.log("loss", torch.zeros(3), reduce="sum")
+
+
+# --- against brute force
+
+
+class Logged(NamedTuple):
+    """What a rank logs, and which number that is."""
+
+    name: str
+    value: Tensor | float
+    weight: Tensor | float
+    numbers: list[float]
+    """the value, flat"""
+    factor: float
+    """the weight"""
+
+
+KINDS: dict[str, tuple[str, str, tuple[int, ...]]] = {  # name: reduction, group, shape
+    f"{group}{kind}{'-'.join(map(str, shape))}": (kind, group, shape)
+    for group in ("", "a/", "b/")
+    for kind in ("mean", "sum", "min", "max", "last")
+    for shape in ((), (2,))
+}
+NUMBERS = (0.0, 1.0, -2.5, 7.0, 0.25, 3.0, -1.0)  # of which sums are exact in any order
+ODD = (math.nan, math.inf, -math.inf)
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16)
+
+
+def draw(random: random.Random, name: str) -> Logged:
+    shape = KINDS[name][2]
+    dtype = random.choice(DTYPES)
+    numbers = [random.choice(ODD if random.random() < 0.05 else NUMBERS) for _ in range(math.prod(shape))]
+    if not dtype.is_floating_point:
+        numbers = [float(int(n)) if math.isfinite(n) else 1.0 for n in numbers]
+    if dtype == torch.bool:
+        numbers = [float(n != 0) for n in numbers]
+    value: Tensor | float = torch.tensor(numbers).to(dtype).reshape(shape)
+    if not shape and random.random() < 0.5:
+        value = {torch.int64: int, torch.bool: bool}.get(dtype, float)(numbers[0])
+    weight: Tensor | float = random.choice((0, 0.0, 1, 2, 0.5, True, 8))
+    factor = float(weight)
+    if random.random() < 0.4:
+        weight = torch.tensor(weight)
+    return Logged(name, value, weight, numbers, factor)
+
+
+def plan(seed: int, size: int) -> list[list[list[Logged]]]:
+    """For each log point what each rank logs: of a group all names at first, then any, or nothing."""
+    drawn, known = random.Random(seed), [set[str]() for _ in range(size)]
+    names = sorted(drawn.sample(sorted(KINDS), 8))
+    points = []
+    for _ in range(3):
+        points.append([list[Logged]() for _ in range(size)])
+        for rank in range(size):
+            for group in ("", "a/", "b/"):
+                mine = [name for name in names if KINDS[name][1] == group]
+                if drawn.random() < 0.3:
+                    continue
+                first = mine if group not in known[rank] else []
+                known[rank].add(group)
+                for name in [*first, *drawn.choices(mine, k=drawn.randrange(5) if mine else 0)]:
+                    points[-1][rank].append(draw(drawn, name))
+    return points
+
+
+def plain_reduce(kind: str, logged: Sequence[Logged]) -> list[float] | None:
+    """The reduction of what was logged, as one would write it for a list of numbers."""
+    counted = [each for each in logged if each.factor]
+    if not counted:
+        return None
+    if kind == "last":
+        return counted[-1].numbers
+    found = []
+    for column in zip(*(each.numbers for each in counted), strict=True):
+        if kind == "mean":
+            total = sum(n * each.factor for n, each in zip(column, counted, strict=True))
+            found.append(total / sum(each.factor for each in counted))
+        elif kind == "sum":
+            found.append(sum(column))
+        else:
+            extreme = min(column) if kind == "min" else max(column)
+            found.append(math.nan if any(map(math.isnan, column)) else extreme)
+    return found
+
+
+def plain_results(points: Sequence[Sequence[Sequence[Logged]]]) -> dict[str, list[float]]:
+    """The metrics of all ranks over some log points, flat: "last" is that of the lowest rank at the last of them."""
+    found = {}
+    for name, (kind, *_) in KINDS.items():
+        by_point = [[[one for one in rank if one.name == name] for rank in ranks] for ranks in points]
+        if kind == "last":
+            counted = [rank for ranks in by_point for rank in ranks[::-1] if any(one.factor for one in rank)]
+            by_point = [[list(counted[-1])]] if counted else []
+        result = plain_reduce(kind, [one for ranks in by_point for rank in ranks for one in rank])
+        if result is not None:
+            found[name] = result
+    return found
+
+
+def flat(values: Any) -> dict[str, str]:
+    """Comparable, also NaN."""
+    return {name: str(value if isinstance(value, list) else [value]) for name, value in values.items()}
+
+
+def check_against_brute_force(rank: int, size: int) -> None:
+    for seed in range(40):
+        meter, points = MetricAccumulator(CPU), plan(seed, size)
+        for ranks_ in points:
+            for one in ranks_[rank]:
+                kind, group, _ = KINDS[one.name]
+                meter.log(one.name, one.value, weight=one.weight, reduce=kind, group=group)  # type: ignore[arg-type]
+                meter.log(f"rank/{one.name}", one.value, weight=one.weight, reduce=kind, scope="rank")  # type: ignore[arg-type]
+            point = meter.reduce()
+            assert flat(point.values) == flat(plain_results([ranks_])), seed
+            local = {f"rank/{name}": value for name, value in plain_results([[ranks_[rank]]]).items()}
+            assert flat(point.local) == flat(local), seed
+            by_rank = [plain_results([[mine]]) for mine in ranks_]
+            odd = {
+                name: [n for n, each in enumerate(by_rank) if not all(map(math.isfinite, each.get(name, ())))]
+                for name in point.values
+            }
+            assert dict(point.not_finite) == {name: who for name, who in odd.items() if who}, seed
+        assert flat(meter.finish_epoch()) == flat(plain_results(points)), seed
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=ranks(2)), pytest.param(3, marks=ranks(3))])
+def test_any_sequence_of_calls_equals_brute_force(size: int) -> None:
+    check_against_brute_force(hw.rank() if size > 1 else 0, size)
+
+
+@ranks(3)
+def test_a_rank_may_have_nothing_of_a_group_but_not_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter, calls, gather = MetricAccumulator(CPU), list[int](), c10d.all_gather
+    monkeypatch.setattr(c10d, "all_gather", lambda *a: (calls.append(1), gather(*a))[1])
+    for _ in range(2):
+        calls.clear()
+        meter.log("val/loss", 1.0, group="val/")
+        if hw.rank() != 1:
+            meter.log("ood/loss", 2.0 + hw.rank(), group="ood/")
+            meter.log("ood/f1", 3.0, group="ood/")
+        assert meter.reduce().values == {"val/loss": 1.0, "ood/loss": 3.0, "ood/f1": 3.0}
+    assert len(calls) == 1  # once they agree
+    meter.log("ood/loss", 1.0, group="ood/")
+    with pytest.raises(UsageError, match=r"different metrics: 'ood/f1' \(mean\) on rank 0, 2 only\. Log"):
+        meter.reduce()
+    meter = MetricAccumulator(CPU)
+    meter.log("ood/x", 1.0, group="val/" if hw.rank() else "ood/")
+    with pytest.raises(
+        UsageError, match=r"'ood/x' \(mean\) on rank 0 only; 'ood/x' \(mean\) on rank 1, 2 only"
+    ):
+        meter.reduce()

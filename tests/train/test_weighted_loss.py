@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from toys import make_net
+from toys import make_net, make_pipe
 
 import headway as hw
 from headway.errors import UsageError
@@ -42,7 +42,7 @@ class Tokens(TrainValStage):
     def __init__(
         self, weigh: Callable[[Tensor], Any] = lambda y: (y != IGNORED).sum(), **settings: Any
     ) -> None:
-        super().__init__(log_every=1, **settings)
+        super().__init__(**{"log_every": 1} | settings)
         self.weigh = weigh
 
     def step(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,29 @@ class Mixed(Tokens):
         self.seen: list[int] = []
 
 
+class MixedValidation(Tokens):
+    def val_step(self, batch: Any) -> Any:
+        returned = self.step(batch)
+        return returned if torch.equal(batch[0], batch_of(2, 0)[0]) else returned[0]
+
+
 @pytest.mark.usefixtures("alone")
-def test_weights_of_some_batches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="returned a weight with the loss of some batches of a step only"):
-        train(tmp_path, Mixed(accumulate=2), rank=0)
+@pytest.mark.parametrize(
+    ("stage", "steps"),
+    [
+        (Mixed(accumulate=2), 0),  # within a step
+        (Mixed(log_every=50), 1),  # between two steps, and not only at the log point after them
+        (Mixed(), 1),  # or after it: the mean of the epoch is not one of samples and tokens
+        (MixedValidation(), BATCHES),
+    ],
+)
+def test_weights_of_some_batches_are_refused_where_they_differ(
+    stage: Tokens, steps: int, tmp_path: Path
+) -> None:
+    pipe = make_pipe(tmp_path, net=make_net(norm=False, dropout=0.0))
+    for name in ("train", "val"):
+        pipe.register_dataset(name, [batch_of(number, 0) for number in range(BATCHES)])
+    pipe.append_stage(stage, max_epochs=1)
+    with pytest.raises(UsageError, match="returned a weight with the loss of some batches only: return"):
+        pipe.run()
+    assert pipe.steps_done == steps

@@ -45,6 +45,11 @@ def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch
     return torch.device(kind)
 
 
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype for sums and weights on a device: double precision, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def use_many_queues() -> bool:
     """Lets CUDA use all hardware queues of a GPU, unless it has begun or the user has set a number; whether it does.
 

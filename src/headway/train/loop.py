@@ -77,8 +77,8 @@ def train(stage: TrainValStage) -> Iterator[None]:
             if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
                 raise state.not_a_loss(loss)
             timer.mark_step("backward")
-            plain = weight is None and accumulate == 1 and not (uneven and uneven.repeating)
-            backward(loss if plain else update.scale(loss, weight, window, number))  # plain: torch's average
+            scaled = weight is not None or accumulate > 1 or update.weighs or (uneven and uneven.repeating)
+            backward(update.scale(loss, weight, window, number) if scaled else loss)  # else torch's average
             losses.append((pipe.steps_done + 1, keep(loss), count_samples(batch), weight))
         timer.mark_step("optimizer")
         if not update.apply_update():

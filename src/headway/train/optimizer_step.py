@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from headway.dist.device import exact_dtype
 from headway.errors import HeadwayError, UsageError
-from headway.train.metrics.meter import exact_dtype
 from headway.train.model.mesh_groups import total_norm
 from headway.train.model.precision import HostReadback
 from headway.train.model.zero_grad import fast_zero_grad
@@ -32,6 +32,8 @@ class OptimizerStep:
     def __init__(self, state: TrainValState) -> None:
         self._state = state
         self.skipped_in_a_row = 0
+        self.weighs: bool | None = None
+        """whether the batches of this epoch so far have weights, if that is known"""
         self._updates: list[Callable[[], object]] | None = None
         self._ordered: dict[tuple[tuple[int, int], ...], list[nn.Parameter]] = {}  # by groups of parameters
         self._shares: Sequence[Tensor | float] = ()  # of the batches of this step, if they have no weights
@@ -43,7 +45,7 @@ class OptimizerStep:
 
     def begin_epoch(self) -> None:
         """Finds out once per epoch what does not depend on the step."""
-        self._updates = self._fixed_updates()
+        self.weighs, self._updates = None, self._fixed_updates()
         self._ordered.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,11 +70,10 @@ class OptimizerStep:
         It is the mean over samples, or by the weights that the step returned. The weights of a window are not known
         before its last forward pass; then its gradients are those of a sum, and `apply_update` divides them.
         """
-        if number and (weight is None) != (self._weight is None):
-            raise UsageError(
-                f"stage {self._state.name!r} returned a weight with the loss of some batches of a step only: return "
-                "(loss, weight) for all, or for none"
-            )
+        recent = self._state.recent_losses
+        if (recent[-1][3] is not None if recent else self.weighs) is (weight is None):
+            raise self._state.weighs_some()
+        self.weighs = weight is not None
         if weight is None:
             if number == 0:
                 self._shares = self._sample_shares(window)
@@ -221,7 +222,7 @@ class OptimizerStep:
         if self._state.precision.scaler is None:
             self._state.log_own("grad_norm", norm)
         else:
-            self._state.log_own("grad_norm", norm.nan_to_num(0.0, 0.0, 0.0), weight=norm.isfinite().double())
+            self._state.log_own("grad_norm", norm, weight=norm.isfinite())
 
     def _fixed_updates(self) -> list[Callable[[], object]] | None:
         """Returns all that a step does with its gradients, as calls; None if some of it depends on the step.

@@ -187,9 +187,10 @@ class Stage(ABC):
     ) -> None:
         """Adds a value to a metric: a mean over all batches and ranks, weighted by `weight`. Waits for nothing.
 
-        Give the number of samples (or tokens) as `weight`, or a short last batch counts as much as a full one.
-        `scope="rank"` keeps a metric on its rank, in the metrics file of that rank. In a `TrainValStage` the metric is
-        called `train/name` in training and `val/name` in validation.
+        Give the number of samples (or tokens) as `weight`, or a short last batch counts as much as a full one. One of
+        weight 0 does not count, whatever `reduce` is: "mean", "sum", "min", "max" or "last". `scope="rank"` keeps a
+        metric on its rank, in the metrics file of that rank. In a `TrainValStage` the metric is called `train/name` in
+        training and `val/name` in validation.
 
             self.log("accuracy", (logits.argmax(1) == y).float().mean(), weight=len(y))
         """

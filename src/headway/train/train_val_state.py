@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from headway.dist.collective.exchange import gather_rows
+from headway.dist.device import exact_dtype
 from headway.errors import HeadwayError, UsageError
 from headway.train.batches import Pass, count_batches
 from headway.train.checks import check_equal, check_optimizers, not_a_loss
@@ -27,7 +28,7 @@ from headway.train.evaluate.val_schedule import ValSchedule
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, metrics_of_set
-from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, exact_dtype
+from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.model.precision import MixedPrecision
 from headway.train.optimizer_step import OptimizerStep
 from headway.train.resume.unsaved import find_unregistered
@@ -61,6 +62,7 @@ class TrainValState(LoopState):
         """metrics that a step updates in validations, by the names under which they were added"""
         self.set_metrics: dict[str, EpochMetric] = {}
         """what they have counted in the sets of this validation, by the names of the results"""
+        self._set_weighs: dict[str | None, bool] = {}  # whether the steps of a validation set return weights
         self._own_names: set[str] = set()  # of metrics that the loop itself logs
         self._base = base
         self.optimizer_step = OptimizerStep(self)
@@ -95,7 +97,7 @@ class TrainValState(LoopState):
         meter, full = self._meter_and_name(name)
         if full in self._own_names:
             raise self._is_own(name)
-        meter.log(full, value, weight=weight, reduce=reduce, scope=scope)
+        meter.log(full, value, weight=weight, reduce=reduce, scope=scope, group=self.val_prefix or "")
 
     def log_own(
         self, name: str, value: Tensor | float, *, weight: Tensor | float = 1.0, reduce: Reduction = "mean"
@@ -107,7 +109,7 @@ class TrainValState(LoopState):
         if full not in self._own_names and meter.has_logged(full):
             raise self._is_own(name)
         self._own_names.add(full)
-        meter.log(full, value, weight=weight, reduce=reduce)
+        meter.log(full, value, weight=weight, reduce=reduce, group=self.val_prefix or "")
 
     def _meter_and_name(self, name: str) -> tuple[MetricAccumulator, str]:
         if self.training:
@@ -266,6 +268,13 @@ class TrainValState(LoopState):
         exact = torch.as_tensor(weight, dtype=exact_dtype(self.device), device=self.device).detach()
         return torch.where(exact != 0, loss, 0.0), exact
 
+    def weighs_some(self) -> UsageError:
+        """A mean over samples and one over tokens, say, have no mean."""
+        return UsageError(
+            f"stage {self.name!r} returned a weight with the loss of some batches only: return (loss, weight) for all, "
+            "or for none"
+        )
+
     def stepped_optimizers(self) -> Mapping[str, Optimizer]:
         mine = self.stage.optimizers()
         return {name: each for name, each in self.pipe.optimizers.items() if any(each is one for one in mine)}
@@ -309,16 +318,17 @@ class TrainValState(LoopState):
                 self.checked_count(self.batch)
             self.samples = sum(counts)
             given = [weight for _, _, _, weight in self.recent_losses if weight is not None]
+            self.optimizer_step.weighs = bool(given)
             total: Tensor | float = max(self.samples, 1)
             if given:
                 weights = torch.stack(given)
                 total = weights.sum()
                 mean = losses.to(weights.dtype) @ weights / total.clamp(min=1e-30)
             elif min(counts) == max(counts):
-                mean = losses.mean(dtype=torch.float64)  # one kernel
+                mean = losses.mean(dtype=exact_dtype(losses.device))  # one kernel
             else:
-                weights = torch.tensor(counts, dtype=torch.float64, device=losses.device)
-                mean = losses.double() @ weights / total
+                weights = torch.tensor(counts, dtype=exact_dtype(losses.device), device=losses.device)
+                mean = losses.to(weights.dtype) @ weights / total
             self.log_own(self.stage.loss_metric_name(), mean, weight=total)
         if self.precision.scaler is not None and self.steps_done != self.logged_at:
             self.log_own("loss_scale", self.precision.scaler.get_scale(), reduce="last")
@@ -392,7 +402,7 @@ class TrainValState(LoopState):
         """Validates within the context: models in eval mode, metrics under the names of the validation."""
         for metric in self.val_metrics.values():
             metric.reset()  # a validation that was stopped is repeated from its beginning
-        self.set_metrics = {}
+        self.set_metrics, self._set_weighs = {}, {}
         before, self.training = self.training, False
         try:
             with evaluating(self):
@@ -415,9 +425,10 @@ class TrainValState(LoopState):
         """Logs what `val_step` returned: a mean over the samples of the batch, or a mean and its weight."""
         if returned is None:
             return
-        loss, weight = (
-            self.weighted(returned) if type(returned) is tuple else (returned, self.checked_count(batch))
-        )
+        weighs = type(returned) is tuple
+        loss, weight = self.weighted(returned) if weighs else (returned, self.checked_count(batch))
+        if self._set_weighs.setdefault(self.val_prefix, weighs) is not weighs:
+            raise self.weighs_some()
         self.log_own(self.stage.loss_metric_name(), loss, weight=weight)
 
     def reduce_validation(self) -> LogPoint:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from headway.dist.device import exact_dtype
 from headway.errors import UsageError
 from headway.record.media.encoding import (
     Pixels,
@@ -243,7 +244,8 @@ def count_values(values: Tensor, bins: int) -> Tensor:
 
     The device is never waited for: nothing here depends on a value that the host would have to know.
     """
-    flat = values.reshape(-1).double()
+    exact = exact_dtype(values.device)
+    flat = values.reshape(-1).to(exact)
     finite = flat.isfinite()
     none = ~finite.any() if flat.numel() else torch.ones((), dtype=torch.bool, device=flat.device)
     padded = torch.cat([flat, flat.new_zeros(1)])  # so that there is one, also if all are left out
@@ -252,12 +254,12 @@ def count_values(values: Tensor, bins: int) -> Tensor:
     high = torch.where(known, padded, -math.inf).amax()
     same = low == high
     low, high = torch.where(same, low - 0.5, low), torch.where(same, high + 0.5, high)
-    edges = low + (high - low) / bins * torch.arange(bins, dtype=torch.float64, device=flat.device)
+    edges = low + (high - low) / bins * torch.arange(bins, dtype=exact, device=flat.device)
     place = torch.searchsorted(edges, torch.where(finite, flat, low), right=True) - 1
     place = torch.where(finite, place.clamp(0, bins - 1), bins)
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, place, torch.ones_like(place))
-    return torch.cat([torch.stack([low, high]), counts[bins:].double(), counts[:bins].double()])
+    return torch.cat([torch.stack([low, high]), counts[bins:].to(exact), counts[:bins].to(exact)])
 
 
 def take_text(text: str) -> MediaContent:

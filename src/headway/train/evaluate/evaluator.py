@@ -122,7 +122,7 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
 
 def _check_taken(state: TrainValState, names: Sequence[str], taken: Sequence[int]) -> None:
     """Raises `UsageError` on all ranks if no rank had a batch of one of the datasets, or there are no datasets."""
-    counts = gather_rows(torch.tensor(taken, dtype=torch.float64, device=state.device)) if taken else None
+    counts = gather_rows(torch.tensor(taken, device=state.device)) if taken else None
     empty = [name for at, name in enumerate(names) if counts is not None and not counts[:, at].any()]
     if empty or not names:
         what = f"dataset {empty[0]!r} has no batch" if empty else "there is no dataset"

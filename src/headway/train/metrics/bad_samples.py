@@ -29,9 +29,9 @@ def quarantining(datasets: Mapping[str, Iterable[Any]]) -> dict[str, Quarantinin
 
 
 def log_bad(loaders: Mapping[str, QuarantiningLoader], meter: MetricAccumulator) -> None:
-    """Logs the bad samples of this rank since the last log point."""
+    """Logs the bad samples of this rank since the last log point, also if it has no good one."""
     for name, loader in loaders.items():
-        meter.log(name, loader.take_bad(), reduce="sum")
+        meter.log(name, loader.take_bad(), reduce="sum", group="data")
 
 
 def check_bad(loaders: Mapping[str, QuarantiningLoader], point: LogPoint) -> None:

@@ -8,7 +8,8 @@ name the rank with a non-finite value.
 
 The layout that all ranks agreed on fixes the length of the vector. So ranks that log different names still run a valid
 collective; they see that the hashes differ, exchange their lists of names, and raise an error that lists the
-differences. A rank that has logged nothing at all (its shard of the data is empty) adopts the names of the others.
+differences. Metrics of one group are logged by a rank together: a rank that has logged none of them (its shard of that
+data is empty) adopts the names of the others. Each validation set is a group.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 from headway.dist.collective.exchange import RankExchange, gather_rows, rank_and_size
+from headway.dist.device import exact_dtype
 from headway.errors import UsageError
 
 Reduction = Literal["mean", "sum", "min", "max", "last"]
@@ -36,10 +39,16 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Sums: TypeAlias = tuple[Array, float]
 """the accumulated values of a metric, flat, and their total weight"""
-Key: TypeAlias = tuple[str, str, tuple[int, ...]]
-"""name, reduction, shape: what ranks must agree on"""
+Key: TypeAlias = tuple[str, str, tuple[int, ...], str]
+"""name, reduction, shape, group: what ranks must agree on"""
 
-_START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": float("inf"), "max": float("-inf")}
+_START = {
+    "mean": 0.0,
+    "sum": 0.0,
+    "last": 0.0,
+    "min": float("inf"),
+    "max": float("-inf"),
+}  # changes no result
 _HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch
 
 
@@ -47,35 +56,49 @@ _HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums co
 class Cell:
     """Accumulates one metric between two log points: numbers on the host, tensors on their device."""
 
-    def __init__(self, name: str, reduction: Reduction, shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, name: str, reduction: Reduction, shape: tuple[int, ...], group: str, device: torch.device
+    ) -> None:
         self.name, self.reduction, self.shape = name, reduction, shape
-        self.key: Key = (name, reduction, shape)
+        self.key: Key = (name, reduction, shape, group)
         self.total = torch.full(shape, _START[reduction], dtype=exact_dtype(device), device=device)
         self.host = _START[reduction]
+        # of a mean; else how many values count
         self.weight = 0.0  # on the host, as most weights are batch sizes
         self.device_weight: Tensor | None = None  # for weights that are tensors, such as token counts
 
     def add(self, value: Tensor | float, weight: Tensor | float) -> None:
+        """Adds a value, which does not count if its weight is 0; the host does not know that of a tensor."""
         if isinstance(value, Tensor):
-            self._add_tensor(value.detach(), weight)
-        else:
-            self._add_number(float(value), weight)
+            value = value.detach()
+            if value.ndim and value.device != self.total.device:  # a single number may be on any device
+                value = value.to(self.total, non_blocking=True)
         if isinstance(weight, Tensor):
-            self.device_weight = weight.double() + (0 if self.device_weight is None else self.device_weight)
-        elif self.reduction == "last":
-            self.weight = 1.0
-        else:
-            self.weight += weight
+            self._add_weighed(value, weight.detach().to(self.total, non_blocking=True))
+        elif weight:
+            self.weight += float(weight) if self.reduction == "mean" else 1.0
+            if isinstance(value, Tensor):
+                self._add_tensor(value, float(weight))
+            else:
+                self._add_number(float(value), float(weight))
 
-    def _add_tensor(self, value: Tensor, weight: Tensor | float) -> None:
+    def _add_weighed(self, value: Tensor | float, weight: Tensor) -> None:
+        exact = value.to(weight.dtype) if isinstance(value, Tensor) else weight.new_full((), float(value))
+        counts = weight != 0
+        counted = torch.where(
+            counts, exact, self.total if self.reduction == "last" else _START[self.reduction]
+        )
+        if self.reduction == "mean":
+            self.total.addcmul_(counted, weight)
+        else:
+            self._add_tensor(counted, 1.0)
+            weight = counts.to(weight.dtype)
+        self.device_weight = weight + (0 if self.device_weight is None else self.device_weight)
+
+    def _add_tensor(self, value: Tensor, weight: float) -> None:
         match self.reduction:
             case "mean":
-                if isinstance(weight, Tensor):
-                    exact = weight.to(self.total)
-                    counted = torch.where(exact != 0, value.to(exact.dtype), 0.0)  # NaN times 0 is NaN
-                    self.total.addcmul_(counted, exact)
-                elif weight:
-                    self.total.add_(value, alpha=weight)
+                self.total.add_(value, alpha=weight)
             case "sum":
                 self.total.add_(value)
             case "min":
@@ -85,20 +108,16 @@ class Cell:
             case "last":
                 self.total.copy_(value)
 
-    def _add_number(self, value: float, weight: Tensor | float) -> None:
+    def _add_number(self, value: float, weight: float) -> None:
         match self.reduction:
             case "mean":
-                if isinstance(weight, Tensor):
-                    exact = weight.to(self.total)
-                    self.total.add_(torch.where(exact != 0, exact * value, 0.0))
-                elif weight:
-                    self.host += value * weight
+                self.host += value * weight
             case "sum":
                 self.host += value
             case "min":
-                self.host = min(self.host, value)
+                self.host = value if value < self.host or math.isnan(value) else self.host
             case "max":
-                self.host = max(self.host, value)
+                self.host = value if value > self.host or math.isnan(value) else self.host
             case "last":
                 self.total.fill_(value)
 
@@ -172,17 +191,26 @@ class MetricAccumulator:
         weight: Tensor | float = 1.0,
         reduce: Reduction = "mean",
         scope: Scope = "global",
+        group: str = "",
     ) -> None:
-        """Adds a value to a metric, without waiting for the device or communicating."""
+        """Adds a value to a metric, without waiting for the device or communicating; one of weight 0 only names it.
+
+        A rank may log no metric of a group, while others log them all.
+        """
         cells = self._cells if scope == "global" else self._rank_cells
         cell = cells.get(name)
         if cell is None or cell.reduction != reduce:
-            cell = self._new_cell(name, value, reduce, scope)
+            cell = self._new_cell(name, value, reduce, scope, group)
         shape = value.shape if isinstance(value, Tensor) else ()
         if shape != cell.shape:
             raise UsageError(
                 f"metric {name!r} was logged with shape {cell.shape} and now has shape {tuple(shape)}: "
                 "log values of one shape, or reduce them first"
+            )
+        if isinstance(weight, Tensor) and weight.ndim:
+            raise UsageError(
+                f"metric {name!r} was logged with a weight of shape {tuple(weight.shape)}: give a number, or a tensor "
+                "with one, such as mask.sum()"
             )
         cell.add(value, weight)
 
@@ -191,7 +219,9 @@ class MetricAccumulator:
         cell = self._cells.get(name) or self._rank_cells.get(name)
         return cell is not None and (cell.weight != 0 or cell.device_weight is not None)
 
-    def _new_cell(self, name: str, value: Tensor | float, reduce: Reduction, scope: Scope) -> Cell:
+    def _new_cell(
+        self, name: str, value: Tensor | float, reduce: Reduction, scope: Scope, group: str
+    ) -> Cell:
         cells = {"global": self._cells, "rank": self._rank_cells}.get(scope)
         if cells is None:
             raise UsageError(f'metric {name!r}: scope={scope!r} is unknown: use "global" or "rank"')
@@ -209,14 +239,14 @@ class MetricAccumulator:
                 f"metric {name!r} is of type {type(value).__name__}: log a number or a tensor, on any device"
             )
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        cells[name] = Cell(name, reduce, shape, self._device)
+        cells[name] = Cell(name, reduce, shape, group, self._device)
         return cells[name]
 
     def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
         """Holds a log point: reduces what all ranks have logged since the last one, and exchanges their flags."""
         mine, agreed = self._keys(), _hash(self._agreed)
         counts = 0.0 if self._repeats_batches else 1.0
-        header = [_hash(mine) if mine else agreed, flags, busy, counts, self.first_batch]
+        header = [_hash(_adopt(mine, self._agreed)), flags, busy, counts, self.first_batch]
         table = self._gather(self._agreed, header)
         counted = table[:, 3] > 0
         found = self._reduce_table(self._agreed, table[:, _HEADER:], counted)
@@ -244,15 +274,15 @@ class MetricAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums of the unfinished epoch, as plain values. Call it right after a log point, on any rank."""
         return {
-            "keys": [list(key) for key in self._agreed],
+            "keys": [list(key[:3]) for key in self._agreed],  # from now on all ranks have all of them
             "epoch": {name: [*sums.tolist(), weight] for name, (sums, weight) in self._epoch.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._agreed = tuple(_key(key) for key in state["keys"])
+        self._agreed = tuple(_key([*key, ""]) for key in state["keys"])
         self._epoch = {name: (np.array(sums[:-1]), sums[-1]) for name, sums in state["epoch"].items()}
-        for name, reduction, shape in self._agreed:
-            self._cells[name] = Cell(name, reduction, shape, self._device)  # type: ignore[arg-type]
+        for key in self._agreed:
+            self._cells[key[0]] = Cell(*key, self._device)  # type: ignore[arg-type]
 
     # --- between ranks
 
@@ -294,7 +324,7 @@ class MetricAccumulator:
         at = len(keys)
         with np.errstate(all="ignore"):  # non-finite values are reported by rank, not by numpy's warnings
             for place, key in enumerate(keys):
-                name, reduction, shape = key
+                name, reduction, shape, _ = key
                 size = math.prod(shape)
                 sums, weights = table[:, at : at + size], table[:, place]
                 at += size
@@ -303,7 +333,7 @@ class MetricAccumulator:
                 if value is None:
                     continue
                 finite = np.isfinite(sums)
-                bad = [] if finite.all() else np.flatnonzero(~finite.all(axis=1) & (weights > 0)).tolist()
+                bad = [] if finite.all() else np.flatnonzero(~finite.all(axis=1) & (weights != 0)).tolist()
                 found[name] = value, bad
                 before = self._epoch.get(name)
                 self._epoch[name] = now if before is None else _merge_log_points(before, now, reduction)
@@ -312,7 +342,7 @@ class MetricAccumulator:
     def _take_local(self, cell: Cell) -> Sums:
         """Returns the sums and the weight of a metric of scope "rank", and resets its cell."""
         weight = cell.weight + (0.0 if cell.device_weight is None else cell.device_weight.item())
-        sums: Array = cell.sums().double().cpu().numpy().copy()
+        sums: Array = cell.sums().cpu().numpy().astype(np.float64)  # a copy
         cell.reset()
         return sums, weight
 
@@ -358,20 +388,27 @@ def _merge_log_points(before: Sums, now: Sums, reduction: str) -> Sums:
     return total, before[1] + now[1]
 
 
-def exact_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype for sums and weights on a device: double precision, which MPS does not have."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def _adopt(mine: tuple[Key, ...], agreed: tuple[Key, ...]) -> tuple[Key, ...]:
+    """Returns the keys of a rank, and those of the groups of which it has logged nothing."""
+    groups = {group for *_, group in mine}
+    return mine + tuple(key for key in agreed if key[3] not in groups)
 
 
 def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
-    """Exchanges the lists of keys; raises `UsageError` unless all ranks that have logged anything logged the same."""
+    """Exchanges the lists of keys; raises `UsageError` unless ranks that logged any of a group logged the same."""
     lists = [
         tuple(map(_key, keys)) for keys in RankExchange("agree on their metrics").all_gather(lambda: mine)
     ]
-    filled = {rank: keys for rank, keys in enumerate(lists) if keys}
-    if len(set(filled.values())) > 1:
-        raise UsageError(_mismatch(filled))
-    return next(iter(filled.values()), ())
+    every = sorted({key for keys in lists for key in keys})
+    names, groups = Counter(key[0] for key in every), [{group for *_, group in keys} for keys in lists]
+    different = {}
+    for key in every:
+        ranks = [rank for rank, keys in enumerate(lists) if key in keys]
+        if len(ranks) < sum(key[3] in each for each in groups) or names[key[0]] > 1:
+            different[key] = ranks
+    if different:
+        raise UsageError(_mismatch(different))
+    return tuple(every)
 
 
 @lru_cache(maxsize=64)
@@ -382,18 +419,15 @@ def _hash(keys: tuple[Key, ...]) -> float:
 
 
 def _key(key: Sequence[Any]) -> Key:
-    name, reduction, shape = key
-    return name, reduction, tuple(shape)
+    name, reduction, shape, group = key
+    return name, reduction, tuple(shape), group
 
 
-def _mismatch(lists: Mapping[int, Sequence[Key]]) -> str:
-    every = {key for keys in lists.values() for key in keys}
-    shared = set.intersection(*(set(keys) for keys in lists.values()))
+def _mismatch(different: Mapping[Key, Sequence[int]]) -> str:
     parts = []
-    for key in sorted(every - shared):
-        ranks = [str(rank) for rank, keys in lists.items() if key in keys]
-        shape = f" of shape {key[2]}" if key[2] else ""
-        parts.append(f"{key[0]!r} ({key[1]}{shape}) on rank {', '.join(ranks)} only")
+    for (name, reduction, shape, _), ranks in different.items():
+        kind = f"{reduction} of shape {shape}" if shape else reduction
+        parts.append(f"{name!r} ({kind}) on rank {', '.join(map(str, ranks))} only")
     return (
         f"ranks log different metrics: {'; '.join(parts)}. Log the same names on every rank (with weight=0 where "
         'there is nothing to count), or use scope="rank"'

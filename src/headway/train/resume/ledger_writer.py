@@ -211,7 +211,7 @@ def _sum_losses(losses: Iterable[Loss], steps: list[_StepEntry]) -> tuple[list[f
     sums, weights = [0.0] * len(steps), [0.0] * len(steps)
     recent = [one for one in losses if one[0] in places]
     if recent:
-        values = torch.stack([loss for _, loss, _ in recent]).double().tolist()
+        values = torch.stack([loss for _, loss, _ in recent]).tolist()
         for (step, _, weight), value in zip(recent, values, strict=True):
             sums[places[step]] += value * weight
             weights[places[step]] += weight
