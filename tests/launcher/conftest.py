@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from headway.dist.control.signals import STOP_REQUESTS
 from headway.system.log import install_handler
 
 
@@ -37,3 +40,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def messages() -> None:
     """Messages go to standard error, as in every process that headway starts."""
     install_handler()
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_signals() -> Iterator[None]:
+    """Programs of a job handle signals until their process ends; where a test calls one, the next test must not see."""
+    before = {number: signal.getsignal(number) for number in (*STOP_REQUESTS, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
