@@ -158,12 +158,8 @@ class SampleReader:
         """Whether processes should read for the threads: not where crops are made here, nor from a node's cache, nor
         shards without an index, which each of them would walk, nor samples most of which they leave to this one."""
         asked, declined = self._asked
-        return (
-            self._pool is not None
-            and self._pool.usable
-            and self._shards.indexed
-            and (asked < _MIN_ASKED or declined <= asked // 2)
-        )
+        declines_most = asked >= _MIN_ASKED and declined > asked // 2
+        return self._pool is not None and self._pool.usable and self._shards.indexed and not declines_most
 
     def read(
         self,
