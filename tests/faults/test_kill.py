@@ -98,7 +98,9 @@ def acknowledged(folder: Path) -> set[int]:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_kill_at_every_point_of_a_save(tmp_path: Path, forker: Forker, ranks: int) -> None:
     calls = forker.every_call(tmp_path / "dry", body="save", ranks=ranks)
-    in_reach = {point for point in points_in("api", "write/disk") if "set_aside" not in point}
+    # tests/train/test_post_stage.py kills a save that replaces another of its step
+    elsewhere = ("set_aside", "replacing")
+    in_reach = {point for point in points_in("api", "write/disk") if not point.endswith(elsewhere)}
     assert {name for name, _, _ in calls} == in_reach | {"checkpoint.begin"}
     assert len(calls) >= 8 * ranks + 10
     expected, _ = judge(str(tmp_path / "dry"))
