@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -229,8 +230,12 @@ def test_a_job_that_is_refused_leaves_nothing(
     assert not list(Path().glob("runs/*")) and len(sbatch.submitted) == 1
 
 
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_job_whose_answer_was_lost_is_found_when_it_starts_or_is_submitted_again(
-    sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for task in (None, 1):
         sbatch.answer = (124, "", "sbatch did not answer within 120 s")
@@ -243,6 +248,10 @@ def test_a_job_whose_answer_was_lost_is_found_when_it_starts_or_is_submitted_aga
         found = JobIds.from_submission(json.loads(run.submission_file.read_text()))
         assert found is not None and found.number == ids.number
         run.submission_file.unlink()
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_atomic", no_space)
+        note_job(run, ids)  # and it trains
+    assert "lists of runs do not show job 5_1" in capsys.readouterr().err
     sbatch.answer = (0, "9\n", "")
     assert main(["resume", str(run.path)]) == 0
     assert capsys.readouterr().out.startswith(f"job 9 in {run.path}")

@@ -431,6 +431,7 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 STORAGE = {"kind": "exception", "exit_code": 74, "sentence": "stopped, without a checkpoint", "error": "E"}
 ERROR = {"kind": "exception", "exit_code": 1, "sentence": None, "error": "E", "traceback": "KeyError: 'ema'"}
 INTERRUPTED = {"kind": "interrupted", "exit_code": 130, "sentence": None, "error": "KeyboardInterrupt"}
+SIGNALED, LATER = "2026-11-16T09:00:00.000+00:00", "2026-11-16T09:00:00.010+00:00"
 VANISHED = {"kind": "vanished", "exit_code": 1, "error": "exited"}
 
 
@@ -440,6 +441,8 @@ VANISHED = {"kind": "vanished", "exit_code": 1, "error": "exited"}
         (signal.SIGTERM, STORAGE, 143, "headway: stopped, without a checkpoint\n"),
         (signal.SIGINT, STORAGE, 74, "headway: stopped, without a checkpoint\n"),
         (signal.SIGTERM, ERROR, 1, "KeyError: 'ema'"),
+        (signal.SIGTERM, ERROR | {"time": LATER}, 143, "headway: stopped by SIGTERM; then rank 0: E\n"),
+        (signal.SIGINT, ERROR | {"time": LATER}, 1, "KeyError: 'ema'"),
         (signal.SIGINT, ERROR, 1, "KeyError: 'ema'"),
         (signal.SIGINT, INTERRUPTED, 130, "interrupted by Ctrl-C"),
         (signal.SIGINT, VANISHED, 130, "interrupted by Ctrl-C"),
@@ -451,7 +454,7 @@ def test_what_ranks_have_found_is_not_hidden_by_the_signal_that_was_to_end_them(
     number: int, record: dict[str, Any], code: int, words: str, tmp_path: Path
 ) -> None:
     agent, team = Agent(["true"], nproc=1), Team(tmp_path, number=0, size=1)
-    agent._signals, agent._ended = [number], {0: -number}
+    agent._signals, agent._terminated, agent._ended = [number], SIGNALED, {0: -number}
     team.round_dir.mkdir(parents=True, exist_ok=True)
     place = {"rank": 0, "host": "n1", "pid": 7}
     (team.round_dir / "failure.json").write_text(json.dumps(record | place))

@@ -233,9 +233,7 @@ class SampleReader:
         self, chunk: Chunk, locations: Sequence[SampleLocation], answer: ReadAnswer, began: float
     ) -> None:
         rows, read_s, _ = answer.told
-        used = max([row[4] for row in rows if row is not None], default=0)
-        # a copy: users may keep it, and forks of this process see memory that is shared change
-        pixels, read, samples = np.array(answer.memory[:used]), began + read_s, list[_ReadSample]()
+        read, memory, samples = began + read_s, np.frombuffer(answer.memory, np.uint8), list[_ReadSample]()
         for location, row in zip(locations, rows, strict=False):
             if row is None:
                 sample = self._read_sample(location, [], chunk)
@@ -243,7 +241,8 @@ class SampleReader:
                     samples.append(sample)
                 continue
             key, value, name, start, end, height, width, _ = row
-            value[name] = pixels[start:end].reshape(height, width, RGB_BYTES)
+            # a copy: users may keep it, and forks of this process see memory that is shared change
+            value[name] = memory[start:end].reshape(height, width, RGB_BYTES).copy()
             value[KEY] = key
             samples.append(_ReadSample(location, value, [], []))
         asked, declined = self._asked

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from headway import schedulers
-from headway.errors import HeadwayError, IncompleteSubmission, RunLocked, UsageError
+from headway.errors import HeadwayError, IncompleteSubmission, RunLocked, StorageError, UsageError
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
 from headway.record.alerts import AlertChannels
@@ -94,7 +94,10 @@ def note_job(run: Run, ids: JobIds) -> None:
     """
     known = JobIds.from_submission(read_json(run.submission_file) or {})
     if known is None:  # whoever submitted it could not note its number
-        _record(run, ids)
+        try:
+            _record(run, ids)
+        except StorageError as error:  # the job can train all the same
+            logger.warning("%s; lists of runs do not show job %s", error, ids.number)
         return
     if known.number == ids.number:
         return
@@ -159,6 +162,7 @@ def _submit(runs: Sequence[Run], ask: Callable[[], JobIds], *, is_array: bool = 
             ) from error
         raise IncompleteSubmission(
             f"the job may be in the queue: {why}; {kept}: if it is not there, headway resume {runs[0].path}"
+            + (", and each of the others" if len(runs) > 1 else "")
         ) from error
     return ids
 

@@ -44,6 +44,8 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
         record_end(run, code)
         failed = failed or code
         if agent.was_signaled or code in (INTERRUPTED, TERMINATED):
+            if number < len(runs):
+                failed = failed or INTERRUPTED  # some were not even started
             break
     logger.info(f"to see them side by side: headway compare {runs[0].path}")
     return failed

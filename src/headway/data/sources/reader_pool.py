@@ -29,6 +29,7 @@ import headway
 from headway.data.sources.reader_process import SLOT_BYTES, ReaderSettings, SlotAnswer
 from headway.dist.control.signals import block_signals
 from headway.system.files import open_unnamed
+from headway.system.locks import block_forks
 from headway.system.log import logger
 
 _SLOTS = 256  # take memory when they are first used, and those with low numbers are used first
@@ -136,7 +137,9 @@ class _ReaderProcess:
                 file.write(settings)
             os.lseek(given, 0, os.SEEK_SET)
             passed = theirs.fileno(), given, memory
-            with block_signals():  # which are meant for the rank, and stay blocked there
+            # a fork of this moment would keep a pipe that this call waits for; signals are meant for the rank, and stay
+            # blocked there
+            with block_forks(), block_signals():
                 self._process = subprocess.Popen(
                     [sys.executable, *_interpreter_arguments(), *map(str, passed)],
                     pass_fds=passed,
@@ -246,6 +249,8 @@ class ReaderPool:
         if not self.usable:
             return None
         with self._turns:
+            if self._failed:  # while this thread waited
+                return None
             try:
                 process, slots = self._take()
                 if not (self._waits or process.is_ready()):

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,7 @@ from headway.launcher.agent.team import Outcome, Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
 from headway.run.paths import RunPaths
+from headway.run.status import describe_failure
 from headway.system import environment, files
 from headway.system.limits import raise_open_files
 from headway.system.log import logger, print_last
@@ -106,6 +108,7 @@ class Agent:
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
         self._signals: list[int] = []
+        self._terminated = ""  # when the first SIGTERM came, as failure records write times
         self._leave_at: float | None = None  # when to leave what is left of the ranks, after a second Ctrl-C
         self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
 
@@ -331,6 +334,8 @@ class Agent:
         """Forwards a signal to the ranks; a second Ctrl-C kills them."""
         kill = number == signal.SIGINT and signal.SIGINT in self._signals
         self._signals.append(number)
+        if number == signal.SIGTERM and not self._terminated:
+            self._terminated = datetime.now(UTC).isoformat(timespec="milliseconds")
         if not self._pids:  # it waits for the other agents: no rank has been started yet
             _end_unless_request(number)
         for rank in self._running:
@@ -393,19 +398,21 @@ class Agent:
         if not {signal.SIGINT, signal.SIGTERM} & set(self._signals):
             return {"exit_code": int(record["exit_code"]), "record": record}
         interrupted = signal.SIGINT in self._signals
-        # what the ranks themselves have found explains more than the signal; a job that could not save comes back
-        if record["kind"] in ("exception", "hang") and (interrupted or not record.get("sentence")):
+        # what the ranks themselves have found explains more than the signal; but a job that could not save comes back,
+        # and so does one that failed because of the signal: its handlers raise, or it ended a process of the script
+        found, sentence = record["kind"] in ("exception", "hang"), record.get("sentence")
+        if found and (interrupted or not (sentence or record.get("time", "") > self._terminated)):
             return {"exit_code": int(record["exit_code"]), "record": record}
         if interrupted:
             return {"exit_code": INTERRUPTED, "record": None}
         if (done := self._finished_run(beats)) is not None:
-            sentence = (
-                f"stopped by SIGTERM when {done.id} was finished: the same command restores it and runs "
-            )
-            record |= {"sentence": f"{sentence}the rest of the script", "exit_code": Stopped.exit_code}
+            words = f"stopped by SIGTERM when {done.id} was finished: the same command restores it and runs "
+            record |= {"sentence": f"{words}the rest of the script", "exit_code": Stopped.exit_code}
             return {"exit_code": Stopped.exit_code, "record": record}
+        if found and not sentence:
+            sentence = record["sentence"] = f"stopped by SIGTERM; then {describe_failure(record)}"
         # a sentence says why the ranks could not save before they ended
-        return {"exit_code": TERMINATED, "record": record if record.get("sentence") else None}
+        return {"exit_code": TERMINATED, "record": record if sentence else None}
 
 
 def _end_unless_request(number: int) -> None:
