@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from test_resume import BATCH, Cut, Noisy, Traced, assert_same, dataset, make, seeded, weights
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
@@ -20,6 +23,7 @@ from headway.errors import UsageError
 from headway.train import Callback, Pipeline, Stage
 from headway.train.evaluate import val_schedule
 from headway.train.metrics import timing
+from headway.train.metrics.epoch_metrics import keeping_counts
 from headway.train.resume import rng
 from headway.train.resume.positions import position
 
@@ -254,3 +258,137 @@ def test_the_time_of_an_evaluation_is_not_that_of_what_it_interrupts(
         pass
     timer.mark_step("optimizer")
     assert timer.take() == {"data": 50.0, "compute": 100.0, "validation": 1.0, "optimizer": 50.0}
+
+
+class Row(list[int]):
+    """A list of a class of one's own."""
+
+
+class Tally:
+    """Counts by name and in order."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.names, self.row = Counter[str](), Row()
+
+    def update(self) -> None:
+        self.names["cat"] += 1
+        self.row.append(1)
+
+    def compute(self) -> float:
+        assert type(self.names) is Counter and type(self.row) is Row
+        return self.names["cat"] + 10.0 * len(self.row)
+
+
+@dataclass(slots=True)
+class Slotted:
+    """A metric without a `__dict__`."""
+
+    total: Tensor
+    last: int = 0
+
+    def reset(self) -> None:
+        self.total.zero_()
+        self.last = 0
+
+    def update(self) -> None:
+        self.total += 1
+        self.last += 1
+
+    def compute(self) -> float:
+        return float(self.total) + 10 * self.last
+
+
+class Meter:
+    """What many scripts have: it is reset, but computes nothing."""
+
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+    def reset(self) -> None:
+        self.sum = 0.0
+
+
+class Wrapping:
+    """A metric that counts in others."""
+
+    kind = torchmetrics.SumMetric  # a class has their methods, too, and counts nothing
+
+    def __init__(self) -> None:
+        self.inner, self.meter, self.factory = self.kind(), Meter(), self.kind
+        self.more: dict[str, Any] = {"slots": [Slotted(torch.zeros(()))], "tallies": (Tally(),)}
+
+    @property
+    def parts(self) -> list[Any]:
+        return [self.inner, *self.more["slots"], *self.more["tallies"]]
+
+    def reset(self) -> None:
+        for part in (*self.parts, self.meter):
+            part.reset()
+
+    def update(self) -> None:
+        self.inner.update(1.0)
+        self.meter.sum += 1
+        for part in self.parts[1:]:
+            part.update()
+
+    def compute(self) -> float:
+        return self.meter.sum + sum(float(part.compute()) for part in self.parts)
+
+
+class WithNetwork(torchmetrics.Metric):
+    """A metric of what a network finds, and with a part that is a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.parts = torch.nn.BatchNorm1d(2), torch.nn.ModuleList([torchmetrics.SumMetric()])
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.add_state("total", torch.zeros(()))
+
+    def update(self) -> None:
+        self.total += 1
+        self.parts[0].update(2.0)
+
+    def compute(self) -> Tensor:
+        return self.total + self.parts[0].compute()  # type: ignore[no-any-return]
+
+    def reset(self) -> None:
+        super().reset()
+        self.parts[0].reset()
+
+
+METRICS: dict[str, Callable[[], Any]] = {
+    "tally": Tally,
+    "slots": lambda: Slotted(torch.zeros(())),
+    "wrapping": Wrapping,
+    "network": WithNetwork,
+}
+
+
+@pytest.mark.parametrize("make_metric", METRICS.values(), ids=METRICS)
+def test_a_metric_has_afterwards_what_it_had_counted(make_metric: Callable[[], Any]) -> None:
+    metric, same, once = make_metric(), make_metric(), make_metric()
+    once.update()
+    for _ in range(3):
+        metric.update()
+        same.update()
+        counted = metric.compute()
+        for _ in range(2):
+            with keeping_counts([metric]):
+                metric.update()
+                assert metric.compute() == once.compute(), "it begins at zero"
+            if isinstance(metric, torchmetrics.Metric):
+                metric._computed = None  # the value of the last compute
+            assert metric.compute() == counted == same.compute()
+
+
+def test_the_networks_within_a_metric_stay_the_same_objects() -> None:
+    metric = WithNetwork()
+    metric.update()
+    tensors = [*metric.parameters(), *metric.net.buffers()]
+    with keeping_counts([metric]):
+        metric.update()
+    assert [id(each) for each in (*metric.parameters(), *metric.net.buffers())] == [*map(id, tensors)]
+    assert all(isinstance(each, torch.nn.Parameter) for each in metric.parameters())

@@ -12,7 +12,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
@@ -58,7 +58,7 @@ class AddedMetrics(dict[str, EpochMetric]):
 
 def _is_updated(metric: EpochMetric) -> bool:
     """Whether a metric says that it was updated since it was reset; one that cannot say so counts as updated."""
-    parts = metric.values() if isinstance(metric, torch.nn.ModuleDict) else (metric,)
+    parts = metric.values() if isinstance(metric, nn.ModuleDict) else (metric,)
     return any(getattr(part, "update_called", True) for part in parts)
 
 
@@ -82,36 +82,79 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
 def keeping_counts(metrics: Iterable[EpochMetric]) -> Iterator[None]:
     """Has metrics begin at zero within, and restores on exit what they had counted.
 
-    The tensors and containers among their attributes are copied, those of each part of a collection on its own.
+    The tensors and containers among their attributes are copied, and those of the metrics that they consist of. All
+    else is left alone, such as a network that a metric applies, or a process group.
     """
     every = {id(metric): metric for metric in metrics}.values()
-    parts = [
-        part for each in every for part in (each.modules() if isinstance(each, torch.nn.Module) else [each])
-    ]
-    before = [(vars(part), {name: _copy(value) for name, value in vars(part).items()}) for part in parts]
+    parts: dict[int, Any] = {}
+    for metric in every:
+        _find_parts(metric, parts)
+    before = [(part, [_copy(attributes) for attributes in _attributes(part)]) for part in parts.values()]
     for metric in every:
         metric.reset()
     try:
         yield
     finally:
-        for attributes, kept in before:
-            attributes.clear()
-            attributes.update(kept)
+        for part, kept in before:
+            _restore(part, *kept)
+
+
+def _find_parts(value: Any, found: dict[int, Any]) -> None:
+    """Finds, by their ids, the objects below an attribute that are reset with a metric: each has counts of its own."""
+    if id(value) in found or isinstance(value, type):
+        return
+    below: Iterable[Any]
+    match value:
+        case nn.Module() if not isinstance(value, EpochMetric):
+            below = value.children()  # a container of metrics, or a network, which counts nothing
+        case _ if callable(getattr(value, "reset", None)):
+            found[id(value)] = value
+            below = _attributes(value)
+        case dict():
+            below = value.values()
+        case list() | tuple() | deque():
+            below = value
+        case _:
+            return
+    for each in below:
+        _find_parts(each, found)
+
+
+def _attributes(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what is in the `__dict__` of an object, and what is in its slots."""
+    state = object.__getstate__(part)  # not what it may define for pickle
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return attributes or {}, slots or {}
+
+
+def _restore(part: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> None:
+    if hasattr(part, "__dict__"):
+        vars(part).clear()
+        vars(part).update(attributes)
+    for name in _attributes(part)[1].keys() - slots.keys():
+        object.__delattr__(part, name)
+    for name, value in slots.items():
+        object.__setattr__(part, name, value)
 
 
 def _copy(value: Any) -> Any:
-    """Returns a copy of what a metric counts in; all else is returned as it is, such as a process group."""
+    """Returns a copy of what a metric counts in; all else is returned as it is."""
     match value:
+        case nn.Parameter():
+            return value  # which an optimizer may know
         case Tensor():
             return value.detach().clone()
         case np.ndarray():
             return value.copy()
         case dict():
             copied = copy(value)  # of the same class, in the same order
-            copied.update({key: _copy(part) for key, part in value.items()})
+            for key, part in value.items():
+                copied[key] = _copy(part)  # `update` of a Counter would add
             return copied
         case list():
-            return [_copy(part) for part in value]
+            row = copy(value)
+            row[:] = [_copy(part) for part in value]
+            return row
         case set() | deque():
             return copy(value)
         case _:
