@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,6 +207,37 @@ def test_a_helper_that_is_killed_from_outside(tmp_path: Path) -> None:
             saver.wait()
         saver.save({"x": 2}, step=2)
     assert_only(tmp_path, 1, 2)
+
+
+def test_a_helper_that_is_killed_between_two_names_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """The save that replaces a checkpoint has hidden it, and has not given its name to the new one."""
+    with Saver(tmp_path) as saver:
+        saver.save({"x": 1}, step=1)
+        saver.wait()
+        with faults.at("checkpoint.replacing", action="kill9"):
+            saver.save({"x": 2}, step=1, replaces=True)
+            with pytest.raises(StorageError, match="killed by SIGKILL"):
+                saver.wait()
+        names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+        assert names == ["step-000000000001"], "there is no time without a checkpoint"
+        assert checkpoint.load(tmp_path / names[0]).state["x"] == 1
+
+
+def test_a_replaced_checkpoint_that_is_removed_in_part_never_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove_in_part(path: Path, *, ignore_errors: bool) -> None:
+        assert ignore_errors
+        (path / "manifest.json").unlink()
+
+    saver = Saver(tmp_path, background=False)
+    saver.save({"x": 1}, step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_in_part)
+        saver.save({"x": 2}, step=1, replaces=True)
+    shutil.rmtree(tmp_path / "step-000000000001")  # as the retention of checkpoints does
+    saver.save({"x": 3}, step=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000000000002"]
 
 
 def test_a_helper_that_is_stopped_is_named_and_replaced(

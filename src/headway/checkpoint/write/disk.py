@@ -7,7 +7,7 @@
 
 If a step fails before the rename, `discard` removes everything; after a kill, the next `begin` does. A checkpoint that
 is replaced by a later one of the same step is hidden as .old-OWNER-STEP-TOKEN until then, and gets its name back if the
-later one has not got it.
+later one has not got it; else it becomes .del-OWNER-STEP-TOKEN, as one that retention removes, and is deleted.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class SaveTarget:
     @property
     def hidden(self) -> Path:
         return Path(self.parent, self.save)
+
+    @property
+    def replaced(self) -> Path:
+        """Where a checkpoint that this one replaces is hidden."""
+        return self.hidden.with_name(self.save.replace(".tmp-", ".old-", 1))
 
     @property
     def final(self) -> Path:
@@ -132,7 +137,7 @@ def _give_name(target: SaveTarget) -> None:
         target.hidden.rename(target.final)
         return
     try:
-        target.final.rename(target.hidden.with_name(target.save.replace(".tmp-", ".old-", 1)))
+        target.final.rename(target.replaced)
         failpoint("checkpoint.replacing")
         target.hidden.rename(target.final)
     except OSError:
@@ -145,16 +150,29 @@ def put_back(parent: Path, owner: str) -> None:
     hidden = re.compile(rf"\.old-{re.escape(owner)}-([0-9]+)-[0-9a-f]{{16}}")
     for path in parent.iterdir():
         if found := hidden.fullmatch(path.name):
-            final = step_dir(parent, int(found[1]))
-            if os.path.lexists(final):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.rename(final)
-                files.sync_dir(parent)
+            _put_back(path, step_dir(parent, int(found[1])))
+
+
+def _put_back(old: Path, final: Path) -> None:
+    if not os.path.lexists(final):
+        old.rename(final)
+        files.sync_dir(final.parent)
+        return
+    with suppress(OSError):  # the next save tries again
+        gone = old.rename(old.with_name(old.name.replace(".old-", ".del-", 1)))
+        files.sync_dir(gone.parent)  # what is removed in part never gets its name back
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def discard(target: SaveTarget) -> None:
-    """Removes what a failed save has written. What cannot be removed now is removed by the next save."""
+    """Removes what a failed save has written, and gives the name back to a checkpoint that it was to replace.
+
+    What cannot be done now is done by the next save. What another save has hidden is not touched: the run may be
+    another process's by now.
+    """
+    with suppress(OSError):
+        if target.replaces and target.replaced.exists():
+            _put_back(target.replaced, target.final)
     shutil.rmtree(target.hidden, ignore_errors=True)
 
 
