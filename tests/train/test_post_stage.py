@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -15,10 +16,10 @@ from torch import Tensor
 
 import headway as hw
 from headway.checkpoint.write import disk
-from headway.errors import Stopped
+from headway.errors import Stopped, UsageError
 from headway.testing import ranks
 from headway.train import Callback, Pipeline, Stage
-from headway.train.resume import rng
+from headway.train.resume import checkpointer, rng
 
 alone = pytest.mark.usefixtures("alone")
 LAST = 22  # the last step of two epochs
@@ -159,16 +160,73 @@ def test_a_run_that_was_stopped_in_its_last_step_saves_its_end(truth: Pipeline, 
     assert progress == {"step": LAST, "epoch": 2}
 
 
+def collect_warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list that gets the warnings of this rank."""
+    said: list[str] = []
+
+    def log(level: int, message: str) -> None:
+        if level == logging.WARNING:
+            said.append(message)
+
+    monkeypatch.setattr(checkpointer.logger, "log", log)
+    return said
+
+
+@alone
+def test_without_checkpoints_a_state_from_after_the_hook_says_so(tmp_path: Path) -> None:
+    pipe = make(tmp_path, Finishing(), max_epochs=1)
+    pipe._checkpointer = None
+    pipe.run()
+    stage = Finishing()
+    again = make(tmp_path / "again", stage, max_epochs=1)
+    again._checkpointer = None
+    again.load_state_dict(pipe.state_dict())
+    again.run()
+    assert stage.calls == 0 and not stage.by_step
+
+
+class Rebuilding(Traced):
+    """Has other parameters when training is done, as a merge of adapters does."""
+
+    def post_stage(self) -> None:
+        net = self.pipe.registered_models["net"].bare
+        self.trained = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+        net.last = torch.nn.Linear(net.last.in_features, 3)
+
+
+@alone
+def test_a_model_that_the_hook_rebuilds_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = collect_warnings(monkeypatch)
+    stage = Rebuilding()
+    pipe = make(tmp_path, stage, every="1 epoch", max_epochs=1)
+    pipe.run()
+    (said,) = warned
+    assert "'sgd' has parameters that no model has" in said and "post_run" in said
+    assert_same(saved(pipe, 11), stage.trained)
+    with pytest.raises(UsageError, match=r"'sgd' has parameters that no model has.*post_run"):
+        make(tmp_path / "first", Rebuilding(), every="1h", max_epochs=1).run()
+
+
 class OnOneRank(Callback):
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+
     def post_stage(self, stage: Stage) -> None:
-        stage.pipe.registered_models["net"].bare.first.bias.data.fill_(1.0)
+        if self.value is not None:
+            stage.pipe.registered_models["net"].bare.first.bias.data.fill_(self.value)
 
 
 @ranks(2)
-def test_ranks_agree_that_one_of_them_has_the_hook(tmp_path: Path) -> None:
-    pipe = make(tmp_path, Traced(), every="1 epoch", max_epochs=1)
-    if hw.rank() == 0:
-        pipe.add_callback(OnOneRank())
-    pipe.run()
-    state = hw.checkpoint.load(pipe.directory.checkpoint_dir(11)).state
-    assert state["stages"]["train"]["post_stage_due"] is False, "it was saved again after the hook"
+def test_ranks_agree_that_one_of_them_has_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has changed on that rank alone would be half of a checkpoint, and is not saved."""
+    warned = collect_warnings(monkeypatch)
+    for value in (None, 1.0):
+        pipe = make(tmp_path / str(value), Traced(), every="1 epoch", max_epochs=1)
+        if hw.rank() == 0:
+            pipe.add_callback(OnOneRank(value))
+        pipe.run()
+        state = hw.checkpoint.load(pipe.directory.checkpoint_dir(11)).state
+        assert state["stages"]["train"]["post_stage_due"] is (value is not None)
+        assert not (state["models"]["net"]["first.bias"] == 1.0).any()
+        assert len(warned) == (value is not None and hw.rank() == 0), warned
+        assert all("model 'net' differs between ranks" in text for text in warned)

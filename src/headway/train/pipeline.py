@@ -354,18 +354,15 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self.current_stage = stage
         if self._checkpointer and stage._loop.status is StageStatus.NEW:
             self._checkpointer.restore_rng()
-        with (
-            stage._loop.running(),
-            self._reporter.displaying(stage),
-            explain_out_of_memory(stage),
-            profiling(stage),
-        ):
+        shown = self._reporter.displaying(stage)
+        with stage._loop.running(), shown, explain_out_of_memory(stage), profiling(stage):
             self._run_hook("pre_stage", stage)
             yield
             if self._checkpointer:
                 self._checkpointer.restore_rng()  # if nothing but the hook was left to do
             self._run_hook("post_stage", stage)
             stage._loop.log_after_epoch()
+            stage._loop.post_stage_due = False
             if self._checkpointer:
                 self._checkpointer.after_stage(stage)
         self.current_stage = None

@@ -235,8 +235,10 @@ class Checkpointer:
 
     def after_stage(self, stage: Stage) -> None:
         """Saves what `post_stage` has changed, if there is a checkpoint of this step without it."""
-        stage._loop.post_stage_due = False
         if self._last_save.step == self.pipe.steps_done:
+            if not self._is_saved() and (problem := state.find_unsavable(self.pipe)):
+                self._log(problem, logging.WARNING)
+                self._last_save.place = self._place()  # the checkpoint from before the hook is the last
             self._save(stage)
 
     def log_point_flags(self) -> int:
@@ -463,12 +465,12 @@ class Checkpointer:
         self._last_save, self._best = SaveAttempt(place=self._place(), scheduled=False), shared["best"]
         self._values = loaded.step, loaded.metrics  # a checkpoint that replaces it has them, too
         self._newest = loaded.step, time.monotonic() - self._age_on_disk(loaded.step)
-        same = loaded.world_size == pipe.world.world_size
-        positions = shared["datasets"] | (local["datasets"] if same else {})
+        before, now = loaded.world_size, pipe.world.world_size
+        positions = shared["datasets"] | (local["datasets"] if before == now else {})
         for name, loader in pipe.datasets.items():
             if name in positions and isinstance(loader, StatefulObject):
                 loader.load_state_dict(positions[name])
-        if same:
+        if before == now:
             self._rng = partial(self._restore_random, local)
             for stage in pipe.stages:
                 if stage._loop.status.in_epoch:
@@ -476,7 +478,6 @@ class Checkpointer:
         else:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
             self._rng = partial(dist.seed, seed, scope="rank")
-            before, now = loaded.world_size, pipe.world.world_size
             self._log(
                 f"saved by {before} ranks, now {now}: the samples are the same; each rank has a new seed, derived from "
                 "the saved seed and the step"

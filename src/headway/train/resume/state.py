@@ -7,7 +7,8 @@ else is rank 0's: buffers (DDP broadcasts them from rank 0 anyway), models witho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -33,6 +34,13 @@ _DECOUPLED = (
     "decoupled_weight_decay"  # what distinguishes AdamW from Adam among the settings that torch saves
 )
 
+_STRAY = (
+    "has parameters that no model has any more: a hook that rebuilds a model for export, such as a merge of adapters, "
+    "belongs in post_run"
+)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""integers as wide as the elements of a tensor, by bytes"""
+
 
 @runtime_checkable
 class StatefulObject(Protocol):
@@ -55,7 +63,7 @@ def gather(pipe: Pipeline) -> dict[str, Any]:
             for name, model in pipe.registered_models.items()
             if (average := model.average_state_dict()) is not None
         },
-        "optimizers": {name: _by_name(optimizer, names) for name, optimizer in pipe.optimizers.items()},
+        "optimizers": {name: _by_name(name, optimizer, names) for name, optimizer in pipe.optimizers.items()},
         "schedulers": {name: scheduler.state_dict() for name, scheduler in pipe.schedulers.items()},
         "stages": {stage.name: stage._loop.state_dict() for stage in pipe.stages},
         "history": pipe.history.state_dict(),
@@ -215,8 +223,10 @@ def parameter_names(pipe: Pipeline) -> dict[int, str]:
     }
 
 
-def _by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def _by_name(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Returns the optimizer's state with the names of parameters instead of their numbers."""
+    if _is_stray(optimizer, names):
+        raise UsageError(f"optimizer {name!r} {_STRAY}")
     packed, order = optimizer.state_dict(), _order(optimizer, names)
     return {
         "class": type(optimizer).__qualname__,
@@ -307,9 +317,18 @@ def _loading(kind: str, name: str) -> Iterator[None]:
         ) from error
 
 
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_stray(optimizer: Optimizer, names: Mapping[int, str]) -> bool:
+    """Whether an optimizer has parameters that are in no model: a hook may have replaced them there."""
+    return any(id(p) not in names for p in _parameters(optimizer))
+
+
 def _order(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Returns the names of the parameters in the order in which torch numbers them."""
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return [names[id(p)] for p in _parameters(optimizer)]
 
 
 def _check_names(kind: str, known: Any, saved: Mapping[str, Any]) -> None:
@@ -320,6 +339,43 @@ def _check_names(kind: str, known: Any, saved: Mapping[str, Any]) -> None:
             f"{', '.join(sorted(known)) or 'none'}: register the same names as in the saved run, or start a new run "
             'with resume="never"'
         )
+
+
+def find_unsavable(pipe: Pipeline) -> str | None:
+    """Returns why the state that `post_stage` has left is not saved, the same on all ranks; None if it can be.
+
+    A hook may have rebuilt a model, or changed it on one rank alone: of what DDP keeps equal, each rank writes a part.
+    One collective, with a fingerprint of each such model.
+    """
+    names = parameter_names(pipe)
+    stray = [_is_stray(optimizer, names) for optimizer in pipe.optimizers.values()]
+    synced = [name for name, model in pipe.registered_models.items() if model.synced]
+    if not stray and not synced:
+        return None
+    marks = [0 if any(stray) else _fingerprint(pipe, name, set(names.values())) for name in synced]
+    table = gather_rows(torch.tensor([*stray, *marks], dtype=torch.int64, device=pipe.device))
+    kept = f"what post_stage has changed is not in the checkpoint of step {pipe.steps_done:,}"
+    for name, column in zip(pipe.optimizers, table.T, strict=False):
+        if column.any():
+            return f"{kept}: optimizer {name!r} {_STRAY}"
+    for name, column in zip(synced, table.T[len(stray) :], strict=True):
+        if (column != column[0]).any():
+            return (
+                f"{kept}: model {name!r} differs between ranks: change it on all ranks alike, or in post_run"
+            )
+    return None
+
+
+def _fingerprint(pipe: Pipeline, name: str, names: Collection[str]) -> int:
+    """Returns a number for the whole parameters of a model and their averages, in any order of summation."""
+    model, total = pipe.registered_models[name], torch.zeros((), dtype=torch.int64, device=pipe.device)
+    for tensors in (model.state_dict(), model.average_state_dict() or {}):
+        for key, tensor in tensors.items():
+            if f"{name}.{key}" in names and isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+                words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
+                kind = zlib.crc32(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                total += kind * (words.sum(dtype=torch.int64).to(pipe.device) + 1)
+    return int(total)
 
 
 def check_weights(pipe: Pipeline) -> None:
