@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker, util
@@ -149,17 +150,25 @@ def test_workers_share_a_directory_that_goes_with_the_agent(
     Path(own).mkdir()  # Python removes it at the end of the process
 
 
-def test_a_rank_that_exits_at_once_removes_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "that of the process that it came from"])
+def test_a_process_that_exits_at_once_removes_its_own_directory(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pymp-1").mkdir()
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    monkeypatch.setitem(config, "tempdir", str(tmp_path / "pymp-1"))
+    monkeypatch.delitem(config, "tempdir", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if not own:
+        util.get_temp_dir()
     if not (child := os.fork()):
+        util.get_temp_dir()
         EXIT_CODE.watch()  # as `init` does
         hard_exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert not list(tmp_path.iterdir())
+    left = list(tmp_path.iterdir())
+    assert len(left) == (not own)
+    for each in [*util._finalizer_registry.values()]:  # type: ignore[attr-defined]
+        if left and str(left[0]) in (each._args or ()):
+            each.cancel()  # pytest removes it
 
 
 def test_a_fork_server_that_a_loader_starts_outlives_signals_which_end_its_children(

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import multiprocessing
 import multiprocessing.process
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -225,9 +226,16 @@ def describe_survivors() -> list[str]:
 
 
 def _remove_temp_dir() -> None:
-    """Removes the directory in /tmp that multiprocessing has made for data workers: an `os._exit` would leave it."""
+    """Removes the directory in /tmp that multiprocessing has made for data workers: an `os._exit` would leave it.
+
+    Only that of this very process: a fork knows the directory of the process that it came from, whose data workers
+    could not send another batch without it.
+    """
     directory = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    if directory is not None and multiprocessing.parent_process() is None:  # else it is that of the parent
+    if directory is None:
+        return
+    finalizers: list[Any] = list(multiprocessing.util._finalizer_registry.values())  # type: ignore[attr-defined]
+    if any(each._pid == os.getpid() and directory in (each._args or ()) for each in finalizers):
         shutil.rmtree(directory, ignore_errors=True)
 
 
