@@ -19,7 +19,15 @@ from urllib.parse import quote
 
 import pytest
 import warm
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    TimeoutError,
+    expect,
+    sync_playwright,
+)
 from synthetic_run import make_run, row, write_rows
 from waiting import exit_in_time, wait_until
 
@@ -118,6 +126,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             found.listen(context)
             page = context.new_page()
             page.goto(found.url)
+            reload_unless_started(page)
             assert page.url == f"{base}/", "the token has left the address"
             page.close()
             yield found
@@ -206,6 +215,19 @@ def png(width: int, height: int) -> bytes:
 
 def show(site: Site, page: Page, place: str) -> None:
     page.goto(f"{site.base}/{place}")
+    reload_unless_started(page)
+
+
+def reload_unless_started(page: Page) -> None:
+    """Loads a page again whose scripts did not come: a cluster of another test has added its network meanwhile, and a
+    browser then gives up all that it is loading."""
+    for _ in range(5):
+        try:
+            page.wait_for_function("document.documentElement.dataset.theme", timeout=LIMIT_MS / 4)
+            return
+        except TimeoutError:
+            page.reload()
+    page.wait_for_function("document.documentElement.dataset.theme")
 
 
 def run_place(run: Run, tab: str = "") -> str:
