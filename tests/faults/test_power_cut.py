@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 import warm
 from checker import judge
+from waiting import wait_until
 
 from headway import checkpoint
 
 CUTS = 30 if os.environ.get("HEADWAY_FAULTS") == "full" else 3
 SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
 SAVER = """
-import sys, torch
+import gc, sys, torch
 from headway import checkpoint
 from headway.errors import StorageError
 torch.set_num_threads(1)
@@ -43,6 +44,11 @@ for command in sys.stdin:      # "folder how number-of-saves"
             for saved in saver.finished():
                 print(saved.step, flush=True)
     except StorageError:
+        failed = True
+    else:
+        failed = False
+    if failed:
+        gc.collect()  # what the error refers to may have files open, and interpreters of the suite collect seldom
         print("failed", flush=True)
 """
 
@@ -62,7 +68,9 @@ class Disk:
         return subprocess.run(command, capture_output=True, text=True).stderr
 
     def unmount(self) -> None:
-        subprocess.run(["umount", self.mount_point], check=True)
+        """Unmounts it as soon as nobody uses it any more: a process that was killed may still have files open."""
+        command = ["umount", self.mount_point]
+        wait_until(lambda: subprocess.run(command).returncode == 0, "nobody uses the disk")
 
     def restart(self) -> None:
         """What is found when the power is back.
