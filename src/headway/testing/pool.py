@@ -117,9 +117,17 @@ class RankPool:
         return [results[process.rank] for process in self._processes]
 
     def _abort(self, stuck: list[RankHandle]) -> None:
-        """Ends ranks with a signal that makes them write their stack first; a stopped one cannot."""
-        for process in stuck:
-            process.signal(signal.SIGKILL if process.is_stopped() else signal.SIGABRT)
+        """Ends ranks with a signal that makes them write their stack first; a stopped one cannot.
+
+        They are stopped until all have it: one that sees another end would exit without a word.
+        """
+        stopped = [process for process in stuck if process.is_stopped()]
+        for process in stopped:
+            process.signal(signal.SIGKILL)
+        for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
+            for process in stuck:
+                if process not in stopped:
+                    process.signal(number)
         deadline = time.monotonic() + _ABORT_TIMEOUT_S
         for process in stuck:
             wait([process.connection], max(0.0, deadline - time.monotonic()))

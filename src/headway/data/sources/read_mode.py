@@ -21,9 +21,7 @@ _MAX_GPU_READERS = 3  # more would read faster than a GPU decodes
 _MIN_REQUEST_SAMPLES = 128  # of small ones: a request costs as much as a few of them
 _SMALL_SAMPLE_S = 50e-6  # of a core's time
 _MAX_WAIT = 4  # times as long as threads that only wait for the interpreter
-_MARGIN = (
-    4  # times as slow may samples be that processes read, before they are no longer small: machines are busy
-)
+_MARGIN = 4  # times as slow may samples be that processes read, and still count as small: machines are busy
 _RECENT_BATCHES = 16  # by which that is decided
 _MIN_WAITED_S = 1.0  # before processes are started, which takes half of it
 _MIN_WAITED_SHARE = 0.1  # of the loop's time
