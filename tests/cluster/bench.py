@@ -73,7 +73,8 @@ def run(
     command = [str(word) for word in argv]
     with subprocess.Popen(
         command,
-        stdin=subprocess.PIPE,
+        # mpiexec of MPICH dies of SIGPIPE where it learns of the end of its input just as its ranks end
+        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -82,7 +83,7 @@ def run(
         start_new_session=True,
     ) as process:
         try:
-            stdout, stderr = process.communicate(stdin, timeout)
+            stdout, stderr = process.communicate(stdin or None, timeout)
         except subprocess.TimeoutExpired:
             _kill(process.pid)
             stdout, stderr = process.communicate(timeout=10)
