@@ -22,7 +22,7 @@ from headway.data.feed import batch_mover
 from headway.data.feed.batch_mover import moving, to_device
 from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, StagedBatch, check_device
 from headway.data.feed.nested import find_tensors, map_tensors
-from headway.data.feed.pinned_ring import RingSlot, size_in_slot
+from headway.data.feed.pinned_ring import RingSlot, fits_slot, size_in_slot
 from headway.data.images.batch import Batch
 
 Pair = namedtuple("Pair", "image label")
@@ -250,3 +250,21 @@ def test_a_slot_keeps_values_types_and_layouts_apart() -> None:
     assert all(torch.equal(here, there) for here, there in zip(filled, tensors, strict=True))
     assert [each.dtype for each in filled] == [each.dtype for each in tensors]
     assert filled[1].is_contiguous(memory_format=torch.channels_last) and filled[3].is_contiguous()
+
+
+class Mask(torch.Tensor):
+    """As the masks of torchvision: what is computed from them is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), settings: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(settings or {}))
+
+
+def test_a_tensor_of_a_class_of_its_own_is_not_copied_through_a_slot() -> None:
+    """It would lose its class, and transforms would take a mask for something else."""
+    mask = torch.ones(4).as_subclass(Mask)
+    slot = RingSlot(torch.zeros(size_in_slot(mask), dtype=torch.uint8), cast(Any, None))
+    assert type(slot.fill(mask)) is torch.Tensor
+    assert not fits_slot(mask) and fits_slot(torch.ones(4))
+    assert not fits_slot(torch.ones(4).to_sparse())

@@ -21,10 +21,16 @@ def test_each_batch_gets_a_slice_of_each() -> None:
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=12), num_batches=st.integers(1, 5))
 def test_nothing_is_lost_or_doubled(sizes: list[int], num_batches: int) -> None:
-    """Rounds that are not full and short last batches included."""
+    """Rounds that are not full and short last batches included; batches have the sizes that they had."""
     mixed = list(interleave_batches(numbered(sizes), num_batches))
-    assert len(mixed) == len(sizes)
+    assert [len(batch) for batch in mixed] == sizes
     assert sorted(torch.cat(mixed).tolist() if mixed else []) == list(range(sum(sizes)))
+
+
+def test_batches_of_fewer_samples_than_batches_are_mixed_and_none_is_empty() -> None:
+    """The mean over an empty batch is not a number."""
+    mixed = interleave_batches(numbered([2, 2, 2, 2]), 4)
+    assert [batch.tolist() for batch in mixed] == [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
 def test_one_at_a_time_is_the_input_once() -> None:

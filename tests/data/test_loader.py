@@ -592,3 +592,15 @@ def test_arguments_of_torch_that_an_exact_order_excludes(given: dict[str, object
         DataLoader(Numbers(3), **given)
     neutral = {"sampler": None, "batch_sampler": None, "generator": None, "in_order": True, "shuffle": None}
     assert rows(DataLoader(Numbers(3), batch_size=3, **neutral)) == [[0, 1, 2]]
+
+
+def test_numbers_of_numpy_are_numbers_and_fractions_are_refused() -> None:
+    """From a sweep or a division: positions are saved, so that they must be numbers of Python's own."""
+    plain = DataLoader(Numbers(10), batch_size=4, shuffle=True, seed=3)
+    other = DataLoader(Numbers(10), batch_size=np.int64(4), shuffle=True, seed=np.int64(3))
+    for loader in (plain, other):
+        next(iter(loader))
+    assert json.loads(json.dumps(other.state_dict())) == plain.state_dict()
+    for wrong in ({"batch_size": 4.0}, {"global_batch_size": 8 / 2}, {"batch_size": 4, "seed": 0.5}):
+        with pytest.raises(UsageError, match="give a whole number"):
+            DataLoader(Numbers(10), **wrong)

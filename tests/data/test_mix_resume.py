@@ -141,6 +141,22 @@ def test_passes_have_the_length_of_the_datasets_that_are_there(folder: Path) -> 
         SampleLookup(small.order()).samples(0, 10)
 
 
+def test_padding_repeats_no_sample_of_a_dataset_that_was_removed(folder: Path) -> None:
+    """The pass began before the change, with samples of b, and its last batch is filled with those since."""
+
+    def padded(weights: dict[str, float], **mix: Any) -> ShardLoader:
+        shards = {name: folder / name for name in weights}
+        return ShardLoader(Mix(weights, shards=shards, **mix), batch_size=8, tail="pad", threads=1)
+
+    loader = padded({"a": 1, "b": 1})
+    next(iter(loader))
+    smaller = padded({"a": 1}, removed=["b"])
+    smaller.load_state_dict(loader.state_dict())
+    batches = [batch["txt"] for batch in smaller]
+    assert [len(batch) for batch in batches] == [8, 8, 8] and smaller.padding == 2, "30 samples, 8 were taken"
+    assert {*batches[2][-2:]} < {*batches[0]}, "of the first batch since the change"
+
+
 def test_validation_begins_its_pass_again_with_other_datasets(folder: Path) -> None:
     def loader_for(weights: dict[str, float], **mix: Any) -> ShardLoader:
         shards = {name: folder / name for name in weights}

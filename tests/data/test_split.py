@@ -59,6 +59,10 @@ def test_only_the_seed_decides() -> None:
     assert torch.equal(torch.get_rng_state(), before), "nor does it draw from it"
     assert indices(hw.data.split(dataset(50), 10, seed=4)[1]) != first
     assert len(first) == 10
+    with pytest.raises(
+        UsageError, match="seed=None: give a whole number"
+    ):  # else each rank would draw its own
+        hw.data.split(dataset(50), 10, seed=None)
     drawn = Counter(n for seed in range(400) for n in indices(hw.data.split(dataset(20), 5, seed=seed)[1]))
     assert all(60 < drawn[n] < 140 for n in range(20)), "each sample is drawn in a quarter of the cases"
 

@@ -81,3 +81,17 @@ def test_lengths_that_mean_nothing_are_refused(source: Path) -> None:
         loader(source, steps_per_epoch=0)
     with pytest.raises(UsageError, match="with shuffle=False, an epoch is every sample once"):
         loader(source, steps_per_epoch=3, shuffle=False)
+
+
+def test_an_epoch_that_is_resumed_on_other_ranks_is_padded_with_its_own_first_samples(source: Path) -> None:
+    """Two steps of 4, then ranks for 12 at a time: the epoch of three steps ends after 28 more, in the first 50."""
+    first = loader(source, steps_per_epoch=3, tail="pad")
+    running = iter(first)
+    seen = [next(running)["cls"].tolist(), next(running)["cls"].tolist()]
+    state = first.state_dict()
+    running.close()
+    larger = loader(source, batch_size=12, steps_per_epoch=3, tail="pad")
+    larger.load_state_dict(state)
+    batches = epoch(larger)
+    assert [len(batch) for batch in batches] == [12, 12, 12] and larger.padding == 8
+    assert sorted(batches[2][4:]) == sorted(seen[0] + seen[1])

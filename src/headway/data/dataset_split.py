@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from headway.data.order.order import whole_number
 from headway.errors import UsageError
 
 Indices = npt.NDArray[np.int64]
@@ -33,7 +34,7 @@ def split(
     total = len(dataset)
     count = _count(size, total)
     labels = np.zeros(total, dtype=np.int64) if by is None else _numbered(by, total)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(whole_number("seed", seed))
     sizes = np.bincount(labels)
     chosen = [
         random.permutation(np.flatnonzero(labels == label))[:share]

@@ -22,6 +22,7 @@ from headway.data.counters import Counters, Span, SpanListener
 from headway.data.cursor import Collate, Cursor, MapCursor, Unbatched
 from headway.data.feed.device_feed import DeviceFeed
 from headway.data.order.batch_split import BatchSplit
+from headway.data.order.order import whole_number
 from headway.data.stream_cursor import StreamCursor
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
@@ -92,7 +93,7 @@ class DataLoader:
             dataset,
             split,
             collate=Unbatched(collate_fn) if unbatched else collate_fn or torch_data.default_collate,
-            seed=seed,
+            seed=whole_number("seed", seed),
             shuffle=bool(shuffle),
             drop_last=drop_last,
             workers=num_workers,

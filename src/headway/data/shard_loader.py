@@ -42,7 +42,7 @@ from headway.data.order.batch_split import BatchSplit
 from headway.data.order.batching import EpochBatcher, Tail
 from headway.data.order.lookup import describe_order
 from headway.data.order.mix_order import MixOrder, check_places, datasets_changed
-from headway.data.order.order import Shuffle, check_same_order
+from headway.data.order.order import Shuffle, check_same_order, whole_number
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
 from headway.data.sample_reader import SampleReader, Transform, checked_transform
@@ -125,7 +125,7 @@ class ShardLoader:
         self._transform, self._decoders = checked_transform(transform), dict(decoders or {})
         self._gpu, self._collate = usable_gpu(device, transform), collate_fn
         self._label_watch = LabelWatch(watching=shuffle)
-        self._arrange(Shuffle(seed=seed, lanes=lanes, window=window))
+        self._arrange(Shuffle(seed=whole_number("seed", seed), lanes=lanes, window=window))
         self.samples, self.in_order = self._batcher.samples, not shuffle and tail == "carry"
         self._threads, self._prefetch, self._memory = threads, prefetch, memory
         self._epoch = self._position = self._loops = self.padding = self._seen = self._seen_here = 0

@@ -1,11 +1,12 @@
 """Mixes samples among neighboring batches, as samples of a batch that was read at once are often alike.
 
-Of every `num_batches` batches, each new one gets an equal slice of each old one. The order is kept otherwise, and no
-sample is lost: the last batches, too few for a full round, are mixed among themselves.
+Of every `num_batches` batches, each new one gets an equal slice of each old one. The order is kept otherwise, no sample
+is lost, and batches have the sizes that they had: the last ones, too few for a full round, are mixed among themselves.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -51,16 +52,29 @@ def _interleave(
 
 
 def _mix(batches: list[Mapping[str, torch.Tensor]], pin_memory: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields as many batches as there were: batch i consists of the i-th slice of each."""
-    count = len(batches)
-    slices = [_slice(batch, count) for batch in batches]
-    for number in range(count):
-        yield {name: _join([parts[name][number] for parts in slices], pin_memory) for name in batches[0]}
+    """Yields as many batches as there were, of their sizes: first the first slices of all, then the second, and so on.
+
+    If all slices are equal, batch i consists of the i-th slice of each.
+    """
+    columns = {name: _regroup([batch[name] for batch in batches]) for name in (batches[0] if batches else ())}
+    for _ in batches:
+        yield {name: _join(next(column), pin_memory) for name, column in columns.items()}
 
 
-def _slice(batch: Mapping[str, torch.Tensor], count: int) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Splits each tensor into `count` slices, as equal as possible: the last batch of a dataset may have any size."""
-    return {name: tensor.tensor_split(count) for name, tensor in batch.items()}
+def _regroup(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yields the slices of which each new batch consists. Batches may be shorter than there are slices, and the last
+    one of a dataset may have any size: slices are cut where a batch is full."""
+    slices = [tensor.tensor_split(len(tensors)) for tensor in tensors]
+    waiting = deque(each[number] for number in range(len(tensors)) for each in slices)
+    for tensor in tensors:
+        parts, missing = list[torch.Tensor](), len(tensor)
+        while missing > 0:
+            part = waiting.popleft()
+            if len(part) > missing:
+                waiting.appendleft(part[missing:])
+            parts.append(part[:missing])
+            missing -= len(parts[-1])
+        yield parts or [tensor]
 
 
 def _join(parts: list[torch.Tensor], pin_memory: bool) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.data.feed.nested import find_tensors, map_tensors
-from headway.data.feed.pinned_ring import PinnedRing, size_in_slot
+from headway.data.feed.pinned_ring import PinnedRing, fits_slot, size_in_slot
 from headway.errors import UsageError
 
 
@@ -71,9 +71,8 @@ class DeviceFeed:
         return self.stage(batch).hand_over()
 
     def _is_pageable(self, tensor: Tensor) -> bool:
-        """Whether a tensor is copied through the ring; torch cannot pin one that is sparse."""
         check_device(tensor, self._device)
-        return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_pinned()
+        return fits_slot(tensor)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)

@@ -58,6 +58,16 @@ class PinnedRing:
         return slot
 
 
+def fits_slot(tensor: Tensor) -> bool:
+    """Whether a tensor is copied through a slot: in memory that is not pinned, and of a layout that torch can pin.
+
+    A subclass, such as the images and masks of torchvision, would come out as a plain tensor: it is copied as it is.
+    """
+    return (
+        type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_pinned()
+    )
+
+
 def size_in_slot(tensor: Tensor) -> int:
     """Returns the bytes that a tensor takes in a slot."""
     return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

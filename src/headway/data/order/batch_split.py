@@ -8,7 +8,7 @@ from typing import final
 
 import torch.distributed as c10d
 
-from headway.data.order.order import rank_slice
+from headway.data.order.order import rank_slice, whole_number
 from headway.dist.group import is_initialized, world  # every batch asks: no lazy lookup in between
 from headway.errors import UsageError
 
@@ -27,6 +27,9 @@ class BatchSplit:
     """the group that shares the data; by default, all ranks of the run"""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).copy().items():
+            if value is not None:
+                object.__setattr__(self, name, whole_number(name, value))
         if (self.batch_size is None) == (self.global_batch_size is None):
             raise UsageError(
                 f"batch_size={self.batch_size}, global_batch_size={self.global_batch_size}: give one of them"

@@ -111,9 +111,14 @@ class EpochBatcher:
                 position += len(rows)
                 by_lane, real = rows[np.argsort(rows[:, 0], kind="stable")], len(rows)
                 if real < size and self._tail == "pad":
-                    first = stop - self.samples + np.arange(size - real) % self.samples
+                    first = self._first_positions(timeline, epoch, size - real)
                     by_lane = np.concatenate([by_lane, self._locate(timeline, first)])
                 yield GlobalBatch(by_lane, real, position)
+
+    def _first_positions(self, timeline: Timeline, epoch: int, count: int) -> Ints:
+        """Returns where the first samples of a pass are, again and again; without those of datasets that are gone."""
+        first = max(self._boundary(epoch), timeline.first_drawable() if self._shuffle else 0)
+        return first + np.arange(count) % (self._boundary(epoch + 1) - first)
 
     def _boundary(self, epoch: int) -> int:
         """Returns the position of the first sample of an epoch, which may lie within a batch."""

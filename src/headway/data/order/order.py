@@ -16,6 +16,7 @@ Canonical lanes are an idea of MosaicML Streaming, shuffling by an index functio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -162,6 +163,14 @@ class Order:
             secret = derive_key(self._shuffle.seed, _SHARDS, epoch)
             shards = permute(shards, len(shards), secret, uniform=self._shuffle.uniform)
         return shards, np.cumsum(self._counts[shards])
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Returns a number of any integer type, such as numpy's, as Python's own, which goes into states and hashes."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise UsageError(f"{name}={value!r}: give a whole number") from error
 
 
 # --- ranks

@@ -170,6 +170,11 @@ class Timeline:
         """Returns the weights at a position."""
         return next(segment.weights for segment in reversed(self.segments) if segment.start <= position)
 
+    def first_drawable(self) -> int:
+        """Returns the position from which on no sample is of a dataset that was removed since."""
+        gone = [segment.start for segment in self.segments if not segment.weights.keys() <= {*self.names}]
+        return next((segment.start for segment in self.segments if not gone or segment.start > gone[-1]), 0)
+
     def counts_at(self, position: int) -> dict[str, int]:
         """Returns the samples of each dataset before a position, also of those that were removed."""
         number = self._segment_of(np.array([position]))[0]
