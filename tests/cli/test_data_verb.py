@@ -174,6 +174,32 @@ def test_check_finds_names_in_two_shards_when_asked(laion: Path, capsys: pytest.
     ]
 
 
+def test_a_damaged_shard_does_not_hide_what_else_is_found(
+    laion: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack([{"__key__": "03", "cls": 1}], laion, name="zz")
+    torn = laion / "shard1-000000.tar"
+    torn.write_bytes(torn.read_bytes()[:-9000])
+    told = facts(capsys, "check", "laion", "--unique", code=1)["problems"]
+    assert "truncated" in told[str(torn)][0]
+    assert told[f"{laion}/shard0-000000.tar"] == [f"{laion}/shard0-000000.tar: '03' is also in zz-000000.tar"]
+
+
+def test_patterns_of_all_kinds_stand_for_shards(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In quotes, or the shell expands them."""
+    for pattern in (
+        "shard{0..1}-000000.tar",
+        "shard{0,1}-000000.tar",
+        "shard?-000000.tar",
+        "shard[01]-*.tar",
+    ):
+        name = f"{laion}/{pattern}"
+        assert facts(capsys, "count", name) == {name: {"shards": 2, "samples": 12}}
+    odd = (laion / "shard0-000000.tar").rename(laion / "a[1].tar")
+    (laion / "shard0-000000.idx").unlink()
+    assert facts(capsys, "count", str(odd)) == {str(laion): {"shards": 1, "samples": 6}}
+
+
 def test_stubs(laion: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     assert main(["data", "stubs", "datasets.py"]) == 0
     assert capsys.readouterr().out == "datasets.py: 1 dataset\n"

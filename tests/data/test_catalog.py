@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from headway.data import Catalog, Mix, ShardLoader, pack
 from headway.data.catalog.stubs import write_stubs
-from headway.errors import UsageError
+from headway.errors import StorageError, UsageError
 
 
 @pytest.fixture
@@ -114,6 +117,89 @@ def test_adding_makes_a_folder_and_bad_names_do_not(root: Path) -> None:
             Catalog(root).add("public", "rgb", bad, "train")
 
 
+def test_shards_of_one_name_are_refused_before_any_is_linked(root: Path, tmp_path: Path) -> None:
+    shards = [pack([{"__key__": "a", "txt": part}], tmp_path / part)[0] for part in ("part0", "part1")]
+    with pytest.raises(
+        UsageError, match=r"part0/shard-000000.tar and .*part1/shard-000000.tar have the same name"
+    ):
+        Catalog(root).add("public", "rgb", "new", "train", shards=shards)
+    assert Catalog(root).get("new") is None
+    (beside,) = pack([{"__key__": "a", "txt": "x"}], tmp_path, name="x")
+    Catalog(root).add("public", "rgb", "new", "train").path.joinpath("x-000000.idx").touch()
+    with pytest.raises(UsageError, match=r"already has x-000000\.idx"):
+        Catalog(root).add("public", "rgb", "new", "train", shards=[shards[0], beside])
+    assert Catalog(root)["new"].shards() == []
+
+
+def test_all_shards_are_linked_or_none(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [pack([{"__key__": "a", "txt": "x"}], tmp_path, name=name)[0] for name in ("a", "b")]
+    real = Path.symlink_to
+
+    def symlink_to(self: Path, target: Path) -> None:
+        if self.name.startswith("b-"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        real(self, target)
+
+    monkeypatch.setattr(Path, "symlink_to", symlink_to)
+    with pytest.raises(StorageError, match="Disk quota exceeded"):
+        Catalog(root).add("public", "rgb", "new", "train", shards=shards)
+    assert not list(Catalog(root)["new"].path.iterdir())
+
+
+def test_links_to_files_that_are_gone_are_named_and_hide_no_other_dataset(
+    root: Path, tmp_path: Path, messages: list[str]
+) -> None:
+    shards = [pack([{"__key__": "a", "txt": "x"}], tmp_path, name=name)[0] for name in ("a", "b")]
+    purged = Catalog(root).add("public", "rgb", "new", "train", shards=shards)
+    shards[0].unlink()
+    assert (len(purged.shards()), purged.bytes()) == (2, 10240)
+    assert messages == [f"public/rgb/new/train: 1 of 2 shards in {purged.path} link to files that are gone"]
+
+
+# --- who may read what
+
+
+@pytest.fixture
+def close(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
+    """Takes rights to a directory of the catalog, which is where we are, from everybody, and makes us one of them."""
+    monkeypatch.chdir(root)
+    user = os.geteuid()
+    for path in (root, *root.rglob("*")):
+        path.chmod(0o755)
+
+    def close(path: str, mode: int) -> None:
+        (root / path).chmod(mode)
+        if user == 0:  # who may read everything
+            os.seteuid(12345)
+
+    yield close
+    os.seteuid(user)
+    for path in (root, *root.rglob("*")):
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize("hidden", ["private", "private/rgb", "private/rgb/coco", "private/rgb/coco/train"])
+def test_datasets_that_others_may_read_hide_none_of_ours(
+    close: Callable[[str, int], None], hidden: str, messages: list[str]
+) -> None:
+    """Those of another confidentiality belong to a group, which most users are not in."""
+    catalog = Catalog(".")
+    names = [dataset.key for dataset in catalog.datasets()]
+    close(hidden, 0)
+    assert catalog["coco"].key == "public/rgb/coco/val" and catalog["laion/val"].shards()
+    assert not messages, "a name that is found needs no word"
+    ours = [name for name in names if not f"{name}/".startswith(f"{hidden}/")]
+    assert [dataset.key for dataset in catalog.datasets()] == ours
+    assert messages == [f"you have no permission to read {hidden}, and what is in there is left out"]
+    with pytest.raises(UsageError, match=f"'zzz' is neither .*; you have no permission to read {hidden}$"):
+        catalog["zzz"]
+
+
+def test_a_directory_that_cannot_be_listed_may_be_entered_by_name(close: Callable[[str, int], None]) -> None:
+    close("private", 0o111)
+    assert Catalog(".")["private/rgb/coco/train"].shards()
+
+
 # --- loaders
 
 
@@ -148,10 +234,11 @@ def test_a_name_that_is_also_a_folder_is_refused(root: Path, monkeypatch: pytest
 def test_stubs_are_a_module_with_all_names(root: Path, tmp_path: Path) -> None:
     Catalog(root).add("public", "rgb", "laion-", "class")
     Catalog(root).add("public", "rgb", "laion_", "class")
+    Catalog(root).add("public", "rgb", "laion__2", "train")
     out = tmp_path / "datasets.py"
-    assert write_stubs(Catalog(root), out) == 7
-    assert write_stubs(Catalog(root), out) == 7, "again"
-    names = "d.laion.train, d.coco.train, d.coco_2.val, d._22k_scenes.train, d.laion__2.class_"
+    assert write_stubs(Catalog(root), out) == 8
+    assert write_stubs(Catalog(root), out) == 8, "again"
+    names = "d.laion.train, d.coco.train, d.coco_2.val, d._22k_scenes.train, d.laion__2.class_, d.laion__2_2.train"
     code = f"import datasets as d; print({names})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -162,6 +249,7 @@ def test_stubs_are_a_module_with_all_names(root: Path, tmp_path: Path) -> None:
         "public/rgb/coco/val",
         "private/radar/22k-scenes/train",
         "public/rgb/laion_/class",
+        "public/rgb/laion__2/train",
     ]
 
 

@@ -10,6 +10,8 @@ import struct
 import tarfile
 import tracemalloc
 import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ import webdataset
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 
-from headway.data import Shard, ShardLimits, index, pack
+from headway.data import Shard, ShardLimits, ShardLoader, index, pack
 from headway.data.shards.checksums import checksum_path
 from headway.data.shards.decode import decode
 from headway.data.shards.entries import group_samples
@@ -370,7 +372,7 @@ def test_a_folder_of_classes_is_packed(tmp_path: Path) -> None:
 def test_a_name_with_a_space_has_no_index_and_is_read(tmp_path: Path) -> None:
     (path,) = pack([{"__key__": "a b", "txt": "x"}], tmp_path)
     assert not path.with_suffix(".idx").exists()
-    assert contents(Shard.open(path)) == {"a b": {"txt": b"x"}}
+    assert contents(Shard.open(str(path))) == {"a b": {"txt": b"x"}}
 
 
 @pytest.mark.parametrize(
@@ -430,6 +432,71 @@ def test_packing_never_overwrites(tmp_path: Path) -> None:
     packed(tmp_path)
     with pytest.raises(UsageError, match="already has shards"):
         packed(tmp_path)
+
+
+def test_one_process_at_a_time_packs_into_a_directory(tmp_path: Path) -> None:
+    """All ranks of a script that packs what is not there do so at the same time, and would write the same files."""
+
+    def samples() -> Iterator[dict[str, object]]:
+        yield {"__key__": "a", "txt": "mine"}
+        with pytest.raises(UsageError, match="another process is packing shards named shard into"):
+            pack([{"__key__": "b", "txt": "theirs"}], tmp_path)
+        (other,) = pack([{"__key__": "b", "txt": "theirs"}], tmp_path, name="other")
+        assert len(Shard.open(other)) == 1, "under another name, it may"
+        yield {"__key__": "c", "txt": "mine"}
+
+    (path,) = pack(samples(), tmp_path, shuffle=False)
+    assert contents(Shard.open(path)) == {"a": {"txt": b"mine"}, "c": {"txt": b"mine"}}
+    assert not list(tmp_path.glob(".*")), "nothing hidden stays"
+
+
+def test_shards_are_said_not_to_be_all_until_all_are_packed(tmp_path: Path, messages: list[str]) -> None:
+    """The job that packs may have met its time limit, and the one that trains begins after it in any case."""
+
+    def samples(count: int, fail: bool) -> Iterator[dict[str, object]]:
+        for number in range(count):
+            yield {"__key__": f"{number}", "bin": bytes(5000)}
+        assert ShardLoader(tmp_path, batch_size=1).samples < count, "while it is under way"
+        if fail:
+            raise KeyboardInterrupt
+
+    for fail in (True, False):
+        messages.clear()
+        with pytest.raises(KeyboardInterrupt) if fail else nullcontext():
+            pack(samples(10, fail), tmp_path, shard_size=20_480)
+        loader = ShardLoader(tmp_path, batch_size=1)
+        warned = f"packing into {tmp_path} was interrupted, or is under way"
+        assert [warned in text for text in messages] == [True] * (1 + fail)
+        if fail:
+            with pytest.raises(UsageError, match="already has shards"):
+                pack(samples(10, False), tmp_path, shard_size=20_480)
+            for path in tmp_path.glob("*.tar"):
+                path.unlink()
+    assert loader.samples == 10 and not list(tmp_path.glob(".*"))
+
+
+def test_a_directory_is_packed_into_itself_again_with_the_same_classes(tmp_path: Path) -> None:
+    """As after a first try that was interrupted: where its shards were to go is a directory, too, but not a class."""
+    for name in ("cat", "zebra"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_bytes(jpeg())
+    (tmp_path / "shards").mkdir()
+    (path,) = pack(tmp_path, tmp_path / "shards", shuffle=False)
+    assert json.loads((tmp_path / "shards" / "classes.json").read_text()) == ["cat", "zebra"]
+    assert [bytes(Shard.open(path)[number]["cls"]) for number in range(2)] == [b"0", b"1"]
+
+
+def test_files_that_are_not_packed_are_named_unless_they_are_hidden(
+    tmp_path: Path, messages: list[str]
+) -> None:
+    for name in ("1.jpg", "2.bmp", "3.bmp", "notes", "._1.jpg", ".ipynb_checkpoints/1-checkpoint.jpg"):
+        (tmp_path / "in" / "cat" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / "cat" / name).write_bytes(jpeg())
+    (path,) = pack(tmp_path / "in", tmp_path / "out")
+    assert [*contents(Shard.open(path))] == ["000000/1"]
+    assert [text.partition(": ")[2] for text in messages] == [
+        "3 files left out (2 .bmp, 1 notes); images are packed that end with .jpeg, .jpg, .png, .webp"
+    ]
 
 
 # --- decoding

@@ -239,6 +239,27 @@ def test_a_source_that_its_list_disowns(source: Path, node: Path) -> None:
     assert not (node / "data set" / "a" / "0.tar").exists()
 
 
+@pytest.mark.usefixtures("node")
+def test_a_list_may_have_its_sums_in_capitals(source: Path) -> None:
+    file = source / "a" / "0.tar"
+    digest = hashlib.sha256(file.read_bytes()).hexdigest().upper()
+    (source / "SHA256SUMS").write_text(f"{digest} *a/0.tar\n")
+    assert stage([source]).files == 7
+
+
+def test_files_of_an_earlier_version_are_named(source: Path, node: Path, messages: list[str]) -> None:
+    """On a disk that outlives the job: a pattern for shards would find those, too."""
+    stage([source, source / "a" / "3.tar"])
+    (node / "mine").touch()
+    (source / "a" / "1.tar").unlink()
+    shutil.rmtree(source / "a" / "b")
+    assert stage([source]).files == 4
+    (warning,) = [text for text in messages if "sources" in text]
+    assert warning.startswith(
+        f"{node} has 2 files that the sources do not have, such as {node}/data set/a/1.tar: "
+    )
+
+
 def test_a_disk_that_loses_bits(source: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, synced, fsync = os.pread, set[str](), os.fsync
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from headway.data import pack
 from headway.data.shards import checksums
 from headway.data.tools.shard_check import check_shard
 from headway.errors import BadShard
+from headway.system import retries
 
 
 def made(folder: Path, name: str = "shard") -> Path:
@@ -110,3 +114,31 @@ def test_a_checksum_is_one_line_of_json_for_whoever_may_read_the_shard(tmp_path:
     }
     assert beside.stat().st_mode & 0o777 == 0o640
     assert len(checksums.read(path).sample_sums()) == 5
+
+
+def test_a_shard_that_cannot_be_read_is_one_problem_and_not_the_end_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with a bad sector in a shard, and an index that only another user may read."""
+    monkeypatch.setattr(retries, "WAITS_S", ())
+    path, real = made(tmp_path), os.pread
+
+    def pread(fd: int, count: int, offset: int) -> bytes:
+        if offset >= 2048:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, count, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    (problem,) = check_shard(path)
+    assert "could not read" in problem and "Input/output error" in problem
+    monkeypatch.undo()
+    opened = os.open
+
+    def refuse(name: object, *how: Any, **more: Any) -> int:
+        if str(name).endswith(".idx"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(name, *how, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    (problem,) = check_shard(path)
+    assert f"could not read {path.with_suffix('.idx')}: Permission denied" in problem

@@ -176,13 +176,19 @@ def _count(argv: list[str]) -> int:
 
 def _found(names: tuple[str, ...], catalog: Catalog, verb: str) -> dict[str, list[Path]]:
     """Finds shards by name; those that the shell expanded from a pattern form one entry."""
-    from headway.data.catalog import find_shards
+    from headway.data.catalog import find_shards, is_pattern, warn_of_unfinished
 
     if not names:
         raise UsageError(f"give a name, directory, pattern or shard; see: headway data {verb} --help")
-    files = [require_path(Path(name), "file") for name in names if name.endswith(".tar") and "*" not in name]
+    single = [
+        name for name in names if name.endswith(".tar") and (Path(name).exists() or not is_pattern(name))
+    ]
+    files = [require_path(Path(name), "file") for name in single]
     others = {name: find_shards(name, name, catalog) for name in names if Path(name) not in files}
-    return others | ({str(files[0].parent): files} if files else {})
+    found = others | ({str(files[0].parent): files} if files else {})
+    for name, paths in found.items():
+        warn_of_unfinished(name, paths)
+    return found
 
 
 # --- making
@@ -205,11 +211,12 @@ class AddOptions(_DataOptions):
 
 
 def _add(argv: list[str]) -> int:
-    from headway.data.catalog import find_shards
+    from headway.data.catalog import find_shards, warn_of_unfinished
 
     options = parse(AddOptions, argv, verb="data add")
     catalog = Catalog(options.root)  # made where it is not there
     shards = find_shards(options.name, Path(options.shards)) if options.shards else []
+    warn_of_unfinished(options.name, shards)
     dataset = catalog.add(
         options.confidentiality, options.modality, options.name, options.split, shards=shards
     )

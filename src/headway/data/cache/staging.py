@@ -33,7 +33,7 @@ from headway.system import files, ownership
 from headway.system.limits import boot_id
 from headway.system.locks import Deadline, FileLock
 from headway.system.log import logger
-from headway.system.text import format_bytes, format_duration
+from headway.system.text import format_bytes, format_duration, plural
 
 _THREADS = 8  # files copied at once: a shared file system answers many readers faster than one
 _SPACE_FACTOR = 1.01  # of the space needed: file systems need some for themselves
@@ -77,6 +77,7 @@ def stage(
     with files.storage(f"stage to {directory}"), _exclusive(directory):
         staged = list(list_files(sources, directory))
         missing = [file for file in staged if not file.is_staged()]
+        _warn_of_others(staged, directory)
         _check_space(missing, directory)
         total, left = (sum(file.size for file in each) for each in (staged, missing))
         meter = _Meter(total, progress or log_progress())
@@ -202,7 +203,7 @@ def _sha256_sums(source: Path) -> dict[str, str]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     pairs = (line.partition(" ") for line in lines)
-    return {name[1:].removeprefix("./"): digest for digest, _, name in pairs if len(digest) == 64}
+    return {name[1:].removeprefix("./"): digest.lower() for digest, _, name in pairs if len(digest) == 64}
 
 
 def _check_space(missing: Sequence[StagedFile], directory: Path) -> None:
@@ -213,6 +214,23 @@ def _check_space(missing: Sequence[StagedFile], directory: Path) -> None:
         raise StorageError(
             f"staging needs {format_bytes(needed)} more, and {directory} has {format_bytes(free)} free: stage less, "
             "or to a larger disk"
+        )
+
+
+def _warn_of_others(staged: Sequence[StagedFile], directory: Path) -> None:
+    """Says if there are files that the sources do not have: loaders would read shards of an earlier version, too."""
+    known = {file.target for file in staged}
+    parents = {file.target.parent for file in staged}
+    parents |= {above for parent in parents for above in parent.parents if above.is_relative_to(directory)}
+    parents.discard(directory)  # that of the user, for anything
+    found = (path for parent in parents if parent.is_dir() for path in parent.iterdir())
+    others = sorted(
+        path for path in found if path not in known and path not in parents and path.name[0] != "."
+    )
+    if others:
+        logger.warning(
+            f"{directory} has {plural(len(others), 'file')} that the sources do not have, such as {others[0]}: remove "
+            "what is of an earlier version of the data"
         )
 
 

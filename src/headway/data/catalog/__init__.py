@@ -12,6 +12,8 @@ if TYPE_CHECKING:
         count_shards as count_shards,
         find_shards as find_shards,
         index as index,
+        is_pattern as is_pattern,
+        warn_of_unfinished as warn_of_unfinished,
         write_indexes as write_indexes,
     )
     from headway.data.catalog.stubs import write_stubs as write_stubs

@@ -13,6 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -20,10 +21,12 @@ from typing import final
 from headway.errors import UsageError, closest
 from headway.system import environment
 from headway.system.files import storage
+from headway.system.log import logger
 from headway.system.retries import retry
-from headway.system.text import shorten_list
+from headway.system.text import plural, shorten_list
 
 _NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_ANY = (None, None, None, None)  # confidentiality, modality, dataset, split
 
 
 @final
@@ -53,9 +56,18 @@ class Dataset:
             return sorted(self.path / name for name in names if name.endswith(".tar") and name[0] != ".")
 
     def bytes(self) -> int:
-        """Returns the bytes of all its shards."""
+        """Returns the bytes of all its shards that are there: links may lead to files that were removed since."""
+        shards, sizes = self.shards(), list[int]()
         with storage(f"list {self.path}"):
-            return sum(path.stat().st_size for path in self.shards())
+            for path in shards:
+                with suppress(FileNotFoundError):
+                    sizes.append(path.stat().st_size)
+        if len(sizes) < len(shards):
+            logger.warning(
+                f"{self.key}: {len(shards) - len(sizes)} of {plural(len(shards), 'shard')} in {self.path} link to "
+                "files that are gone"
+            )
+        return sum(sizes)
 
 
 @final
@@ -82,17 +94,27 @@ class Catalog:
         split: str | None = None,
     ) -> list[Dataset]:
         """Lists all datasets, or those that match, sorted."""
+        found, unreadable = self._find((confidentiality, modality, name, split))
+        if unreadable:
+            logger.warning(f"{_cannot_read(unreadable)}, and what is in there is left out")
+        return found
+
+    def _find(self, wanted: tuple[str | None, ...]) -> tuple[list[Dataset], list[Path]]:
+        """Returns the datasets that match, and the directories that this user cannot read."""
+        unreadable: list[Path] = []
         with storage(f"list {self.root}"):
-            found = list(_below([self.root], (confidentiality, modality, name, split)))
-        return sorted(_dataset(path) for path in found)
+            found = list(_below([self.root], wanted, unreadable))
+        return sorted(_dataset(path) for path in found), unreadable
 
     def __getitem__(self, name: str) -> Dataset:
         """Returns the dataset of a name; an unknown or ambiguous name raises `UsageError` with what there is."""
         found = self.get(name)
         if found is None:
-            known = sorted({dataset.name for dataset in self.datasets()})
+            datasets, unreadable = self._find(_ANY)
+            known = sorted({dataset.name for dataset in datasets})
             near = closest(name, known)
             hint = f"did you mean {near!r}?" if near else f"it has {shorten_list(known, 20) or 'none'}"
+            hint += f"; {_cannot_read(unreadable)}" if unreadable else ""
             raise UsageError(
                 f"{name!r} is neither a path here nor a dataset in {self.root} (root from {self.origin}): {hint}"
             )
@@ -102,8 +124,7 @@ class Catalog:
         """Returns the dataset of a name; None if there is none."""
         if not is_name(name):
             return None
-        confidentiality, modality, dataset, split = _parts(name)
-        fits = self.datasets(confidentiality=confidentiality, modality=modality, name=dataset, split=split)
+        fits = self._find(tuple(_parts(name)))[0]
         if len({fit.path.parent for fit in fits}) == 1 and len(fits) > 1:
             fits = [fit for fit in fits if fit.split == "train"] or fits
         if len(fits) > 1:
@@ -124,15 +145,39 @@ class Catalog:
                     "with a letter, a digit or _"
                 )
         path = self.root.joinpath(*parts)
-        existing = sorted({shard.name for shard in shards} & {entry.name for entry in path.glob("*")})
-        if existing:
-            raise UsageError(f"{path} already has {existing[0]}: rename the shard, as names must differ")
+        files = [file for shard in shards for file in (shard, *_side_files(shard))]
+        _check_names(path, files)
         with storage(f"create {path}"):
             path.mkdir(parents=True, exist_ok=True)
-            for shard in shards:
-                for file in (shard, *_side_files(shard)):
-                    (path / file.name).symlink_to(file.resolve())
+            _link(files, path)
         return _dataset(path)
+
+
+def _check_names(path: Path, files: Sequence[Path]) -> None:
+    """Refuses files that cannot all be in one directory, before any of them is."""
+    existing, before = {entry.name for entry in path.glob("*")}, dict[str, Path]()
+    for file in files:
+        if file.name in existing:
+            raise UsageError(f"{path} already has {file.name}: rename the shard, as names must differ")
+        if file.name in before:
+            raise UsageError(
+                f"{before[file.name]} and {file} have the same name, and cannot both be linked into {path}: rename "
+                "one, or add them as two datasets"
+            )
+        before[file.name] = file
+
+
+def _link(files: Sequence[Path], directory: Path) -> None:
+    """Links all files into a directory, or none."""
+    made: list[Path] = []
+    try:
+        for file in files:
+            (directory / file.name).symlink_to(file.resolve())
+            made.append(directory / file.name)
+    except OSError:
+        for link in made:
+            link.unlink()
+        raise
 
 
 def _side_files(shard: Path) -> list[Path]:
@@ -164,20 +209,42 @@ def _parts(name: str) -> list[str | None]:
     return [*words, None][:4]
 
 
-def _below(directories: list[Path], wanted: tuple[str | None, ...]) -> Iterator[Path]:
-    """Yields the directories below that match the wanted names, one per level; None stands for any name."""
-    if not wanted:
-        yield from directories
-        return
+def _below(directories: list[Path], wanted: tuple[str | None, ...], unreadable: list[Path]) -> Iterator[Path]:
+    """Yields the directories below that match the wanted names, one per level; None stands for any name.
+
+    Those that this user cannot read are added to `unreadable`: who may read what differs with the confidentiality.
+    """
     for directory in directories:
-        if wanted[0] is not None:
-            names = [wanted[0]] if (directory / wanted[0]).is_dir() else []
-        elif directory.is_dir():
-            entries = os.scandir(directory)
-            names = [entry.name for entry in entries if entry.is_dir() and _NAME_PART.fullmatch(entry.name)]
-        else:
-            names = []
-        yield from _below([directory / name for name in names], wanted[1:])
+        try:
+            names = _names(directory, wanted)
+        except PermissionError:
+            unreadable.append(directory)
+            continue
+        if not wanted:
+            yield directory
+        yield from _below([directory / name for name in names], wanted[1:], unreadable)
+
+
+def _names(directory: Path, wanted: tuple[str | None, ...]) -> list[str]:
+    """Lists the wanted directories in a directory, which need not be there; of a dataset itself, nothing is wanted."""
+    if wanted and wanted[0] is not None:
+        return [wanted[0]] if (directory / wanted[0]).is_dir() else []
+    if not directory.is_dir():
+        return []
+    with os.scandir(directory) as entries:
+        found = [Path(entry) for entry in entries] if wanted else []
+    return [path.name for path in found if _NAME_PART.fullmatch(path.name) and _may_be_directory(path)]
+
+
+def _may_be_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except PermissionError:  # a link into a directory that is closed: so it turns out when it is listed
+        return True
+
+
+def _cannot_read(directories: Sequence[Path]) -> str:
+    return f"you have no permission to read {shorten_list(directories, 4)}"
 
 
 # --- the root

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headway.data.catalog.catalog import Catalog, is_name
 from headway.data.shards.indexes import index_text
+from headway.data.shards.packing import unfinished_marker
 from headway.data.shards.shard import count_samples, walk
 from headway.data.shards.tar import ShardLimits
 from headway.errors import BadShard, UsageError
@@ -63,10 +64,14 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
     return paths
 
 
+def is_pattern(text: str) -> bool:
+    """Whether a text may stand for several paths: with wildcards as for `glob`, or with braces."""
+    return "{" in text or has_magic(text)
+
+
 def _listed(name: str, path: Path) -> list[Path]:
     """Returns what stands in a list: a file, or the files of a pattern."""
-    is_pattern = "{" in str(path) or has_magic(str(path))
-    if is_pattern and not retry(f"look at {path}", path.exists):
+    if is_pattern(str(path)) and not retry(f"look at {path}", path.exists):
         return find_shards(name, path)
     return [path]
 
@@ -150,6 +155,17 @@ def _by_name(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
             f"{name!r} is a directory here and a dataset at {dataset.path}: write './{name}' or {dataset.key!r}"
         )
     return here
+
+
+def warn_of_unfinished(name: str, paths: Sequence[Path]) -> None:
+    """Logs that shards are not all of a dataset, because they are being packed, or that was interrupted."""
+    packs = {(path.parent, path.name.rpartition("-")[0]) for path in paths}
+    for marker in sorted(unfinished_marker(*pack) for pack in packs):
+        if retry(f"look for {marker}", marker.exists):
+            logger.warning(
+                f"dataset {name!r}: packing into {marker.parent} was interrupted, or is under way: its shards are not "
+                f"all of the data; pack again, or remove {marker.name} if that is intended"
+            )
 
 
 def count_shards(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 
 from headway.data.catalog.catalog import Catalog, Dataset
@@ -52,12 +52,11 @@ def _identifiers(names: Sequence[str]) -> list[str]:
     >>> _identifiers(["laion-2b", "laion_2b", "class", "22k"])
     ['laion_2b', 'laion_2b_2', 'class_', '_22k']
     """
-    seen: dict[str, int] = {}
-    made = []
+    made: list[str] = []
     for name in names:
         plain = re.sub(r"\W", "_", name, flags=re.ASCII)
         plain = f"_{plain}" if plain[0].isdigit() else plain
         plain = f"{plain}_" if keyword.iskeyword(plain) else plain
-        seen[plain] = seen.get(plain, 0) + 1
-        made.append(plain if seen[plain] == 1 else f"{plain}_{seen[plain]}")
+        numbered = chain([plain], (f"{plain}_{number}" for number in count(2)))
+        made.append(next(each for each in numbered if each not in made))
     return made

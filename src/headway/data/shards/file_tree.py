@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -11,16 +12,22 @@ from typing import Any, TypeVar
 from headway.data.shards.mds import MdsShard, is_mds, mds_sample, mds_shards, places
 from headway.errors import UsageError
 from headway.system.files import storage
+from headway.system.log import logger
+from headway.system.text import plural
 
 T = TypeVar("T")
 
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
+_MAX_KINDS = 5  # of files that are left out, by extension, which a warning lists
 
 
-def directory_samples(directory: Path, seed: int | None) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
+def directory_samples(
+    directory: Path, seed: int | None, out: Path
+) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
     """Returns the samples in a directory, and the names of its classes, if it has any.
 
-    They are shuffled by `seed`; if it is None, they come in the order of their names.
+    They are shuffled by `seed`; if it is None, they come in the order of their names. The directory `out`, to which
+    they go, is not one of the classes.
     """
     if not directory.is_dir():
         raise UsageError(
@@ -29,7 +36,9 @@ def directory_samples(directory: Path, seed: int | None) -> tuple[Iterator[dict[
     if is_mds(directory):
         return _by_place(mds_shards(directory), seed), None
     with storage(f"list {directory}"):
-        here = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+        own = out.resolve()
+        skipped = own.name if own.parent == directory.resolve() else None
+        here = sorted(path for path in directory.iterdir() if path.name[0] != "." and path.name != skipped)
     classes = [path for path in here if path.is_dir()]
     files = [path for path in here if path.is_file()]
     if classes and not files:
@@ -62,17 +71,29 @@ def _by_class(classes: list[Path], seed: int | None) -> Iterator[dict[str, Any]]
 
 
 def _images(classes: list[Path]) -> Iterator[tuple[int, str]]:
-    """Yields all images: the number of the class, and the path within its directory."""
+    """Yields all images: the number of the class, and the path within its directory. Hidden files and directories are
+    of other programs, and left out without a word."""
+    others = Counter[str]()
     for number, path in enumerate(classes):
         keys: set[str] = set()
         for image in sorted(path.rglob("*")):
-            if image.suffix.lower() in _IMAGES and image.is_file():
-                name = image.relative_to(path).as_posix()
+            name = image.relative_to(path).as_posix()
+            if name.startswith(".") or "/." in name or not image.is_file():
+                continue
+            if image.suffix.lower() not in _IMAGES:
+                others[image.suffix or image.name] += 1
+            else:
                 key = _class_key(number, name)
                 if key in keys:
                     raise UsageError(f"{image} has the __key__ {key!r} of another image: rename one of them")
                 keys.add(key)
                 yield number, name
+    if others:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(_MAX_KINDS))
+        logger.warning(
+            f"{classes[0].parent}: {plural(others.total(), 'file')} left out ({kinds}); images are packed that end "
+            f"with {', '.join(sorted(_IMAGES))}"
+        )
 
 
 def _class_key(number: int, name: str) -> str:

@@ -8,6 +8,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from numbers import Integral
@@ -24,6 +25,7 @@ from headway.data.shards.label_order import LABEL, LabelOrder
 from headway.data.shards.tar import BLOCK_BYTES, TarMember
 from headway.errors import BadShard, UsageError
 from headway.system.files import storage
+from headway.system.locks import FileLock, is_unsupported
 from headway.system.log import logger
 
 _RECORD_BYTES = 20 * BLOCK_BYTES
@@ -46,7 +48,7 @@ def pack(
     can hold (`json`), of Python, numpy or torch. `source` may also be a directory. One with a directory of images per
     class is packed as `jpg` and `cls`, with classes numbered in the order of their names, which `classes.json` lists;
     in one with files only, `a.jpg` and `a.json` are one sample. MDS datasets of Streaming are packed by their columns.
-    `done` is called with each finished shard.
+    `done` is called with each finished shard. If packing is interrupted, loaders warn of shards that are not all.
 
     The samples of a directory are shuffled by `seed`, because a loader mixes samples only with those that are stored
     near them; `shuffle=False` keeps the order of their names. Other samples are written in the order in which they
@@ -58,11 +60,8 @@ def pack(
     out = Path(out)
     if shard_size < _RECORD_BYTES:
         raise UsageError(f"shard_size={shard_size}: use at least {_RECORD_BYTES} bytes")
-    if any(out.glob(f"{name}-*.tar")):
-        raise UsageError(
-            f"{out} already has shards named {name}-*.tar: choose another directory, or remove them"
-        )
-    samples, classes = _ordered(source, None if shuffle is False else seed, required=bool(shuffle))
+    _check_free(out, name)
+    samples, classes = _ordered(source, out, None if shuffle is False else seed, required=bool(shuffle))
     labels, paths = LabelOrder(), list[Path]()
     if shuffle is None and not isinstance(source, str | Path):
         samples = _watched(samples, labels)
@@ -70,12 +69,13 @@ def pack(
         if isinstance(source, str | Path):
             samples = _some(samples, source)
         out.mkdir(parents=True, exist_ok=True)
-        if classes is not None:
-            (out / "classes.json").write_text(json.dumps(classes))
-        for path in _shards(samples, out, shard_size, name):
-            paths.append(path)
-            if done is not None:
-                done(path)
+        with _exclusive(out, name):
+            if classes is not None:
+                (out / "classes.json").write_text(json.dumps(classes))
+            for path in _shards(samples, out, shard_size, name):
+                paths.append(path)
+                if done is not None:
+                    done(path)
     if dependence := labels.dependence():
         logger.warning(
             f"{out}: {dependence}; shuffle the samples before packing them, or batches have few classes"
@@ -83,12 +83,59 @@ def pack(
     return paths
 
 
+def unfinished_marker(directory: Path, name: str) -> Path:
+    """Returns the file that is beside shards of a name while they are packed, and stays if that was interrupted."""
+    return directory / f".{name}.packing"
+
+
+def _check_free(out: Path, name: str) -> None:
+    if any(out.glob(f"{name}-*.tar")):
+        raise UsageError(
+            f"{out} already has shards named {name}-*.tar: choose another directory, or remove them"
+        )
+
+
+@contextmanager
+def _exclusive(out: Path, name: str) -> Iterator[None]:
+    """Lets one process at a time pack shards of a name into a directory, where the file system has locks.
+
+    Two would write the same files: so do all ranks of a script that packs what is not there. The file that is locked
+    stays if packing ends before all samples are packed, so that nobody takes these shards for all of the data.
+    """
+    marker = unfinished_marker(out, name)
+    with FileLock.open(marker) as lock:
+        if not _try_lock(lock):
+            raise UsageError(
+                f"another process is packing shards named {name} into {out}: wait for it, or pack on one rank only"
+            )
+        finished = False
+        try:
+            _check_free(out, name)  # another process may have packed them meanwhile
+            os.ftruncate(lock.fd, 0)
+            os.write(lock.fd, b"The shards beside this file are not all of the data.\n")
+            yield
+            finished = True
+        finally:
+            begun = os.fstat(lock.fd).st_size > 0
+            if finished or not (begun and any(out.glob(f"{name}-*.tar"))):
+                marker.unlink(missing_ok=True)
+
+
+def _try_lock(lock: FileLock) -> bool:
+    try:
+        return lock.try_acquire()
+    except OSError as error:
+        if not is_unsupported(error):
+            raise
+        return True
+
+
 def _ordered(
-    source: Iterable[Mapping[str, Any]] | str | Path, seed: int | None, *, required: bool
+    source: Iterable[Mapping[str, Any]] | str | Path, out: Path, seed: int | None, *, required: bool
 ) -> tuple[Iterable[Mapping[str, Any]], list[str] | None]:
     """Returns samples in the order in which they are packed, and the names of classes; shuffles a list if required."""
     if isinstance(source, str | Path):
-        return directory_samples(Path(source), seed)
+        return directory_samples(Path(source), seed, out)
     if not required:
         return source, None
     if not isinstance(source, Sequence):

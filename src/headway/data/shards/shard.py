@@ -141,7 +141,7 @@ class Shard:
     @classmethod
     def open(
         cls,
-        path: Path,
+        path: str | Path,
         limits: ShardLimits | None = None,
         *,
         source: ShardFile | None = None,
@@ -153,6 +153,7 @@ class Shard:
         `source` is its file, if it is open already; `copy` its bytes, if they are in the node cache; `index` an earlier
         index, which is used if the shard has not changed.
         """
+        path = Path(path)
         source = open_file(path) if source is None else source
         data = source if copy is None else copy
         if index is None or index.version != source.version:

@@ -18,7 +18,7 @@ from typing import final
 
 from headway.data.cache.node_cache import CachedShards
 from headway.data.catalog.catalog import Catalog
-from headway.data.catalog.shard_files import ShardSpec, count_shards, find_shards
+from headway.data.catalog.shard_files import ShardSpec, count_shards, find_shards, warn_of_unfinished
 from headway.data.shards.indexes import indexed_count
 from headway.data.shards.shard import Shard, ShardIndex
 from headway.data.shards.tar import ShardLimits
@@ -79,6 +79,7 @@ def _find(
     notice_after_s: float,
 ) -> tuple[list[Path], list[int]]:
     paths, damaged = find_shards(name, spec, catalog), dict[Path, str]()
+    warn_of_unfinished(name, paths)
     counts = _count(name, paths, limits, notice_after_s, damaged)
     if damaged:
         first = damaged[min(damaged)]

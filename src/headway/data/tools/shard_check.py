@@ -15,7 +15,7 @@ from headway.data.shards.label_order import LABEL, LabelOrder
 from headway.data.shards.shard import Shard, walk
 from headway.data.shards.shard_file import open_file
 from headway.data.shards.tar import ShardLimits
-from headway.errors import BadSample, BadShard, HeadwayError, UsageError
+from headway.errors import BadSample, BadShard, HeadwayError, StorageError, UsageError
 
 _MAX_PROBLEMS = 100  # that are listed per shard
 _LABELED_SHARDS, _LABELS_PER_SHARD = 64, 512  # at most, whose labels are read
@@ -29,7 +29,7 @@ def check_shard(
     >>> check_shard(Path("shard-000000.tar"))
     []
     """
-    problems = _problems(path, limits or ShardLimits(), decoders or {})
+    problems = _until_unreadable(_problems(path, limits or ShardLimits(), decoders or {}))
     found = list(islice(problems, _MAX_PROBLEMS))
     rest = sum(1 for _ in problems)
     return [*found, f"{path}: and {rest} more problems"] if rest else found
@@ -52,6 +52,14 @@ def _labels(path: Path) -> Iterator[tuple[int, int]]:
             for part in entries.parts(number):
                 if part.extension == LABEL:
                     yield number, int(file.read(part.offset, part.offset + part.size))
+
+
+def _until_unreadable(problems: Iterator[str]) -> Iterator[str]:
+    """Yields problems; a file that cannot be read, by its permissions or for its disk, is the last one."""
+    try:
+        yield from problems
+    except StorageError as error:
+        yield str(error)
 
 
 def _problems(path: Path, limits: ShardLimits, decoders: Mapping[str, Decoder]) -> Iterator[str]:
