@@ -6,6 +6,7 @@
     │   └── UnreadableRun        86    a run with checkpoints cannot be read; headway never starts over silently
     ├── RankFailure               1    another rank failed, and this one stops because of it
     │   └── BarrierTimeout        1    some ranks did not reach a barrier; the message names them
+    ├── UnfitNodes                1    the nodes of a job were examined, and would break the run
     ├── BadShard                  1    a file is not a complete archive of samples
     ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
     ├── IncompleteSubmission      1    a job may be in the queue, but submitting it did not end; its runs are kept
@@ -98,12 +99,10 @@ class BarrierTimeout(RankFailure):
 
 
 class UnfitNodes(HeadwayError):
-    """Raised when the nodes of a job were examined, and would break the run; the message names the checks.
+    """Raised in a job, before its ranks start, when its nodes were examined and would break the run.
 
-    try:
-        job.result()
-    except hw.errors.UnfitNodes:
-        ...                                                 # headway doctor --nodes 4 tells more
+    job = hw.launch(train, on=hw.Slurm(nodes=4, doctor=True))
+    print(job.wait(), job.status().why)                     # failed; the reason names the checks
     """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import headway
+from headway import errors
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +73,16 @@ def test_examples_use_names_that_exist(package: ModuleType) -> None:
 def test_the_package_of_each_name_is_described() -> None:
     assert [package.__name__ for package in PACKAGES if len(package.__doc__ or "") < 80] == []
     assert len(NAMES) > 150
+
+
+def test_the_tree_of_errors_has_all_of_them_with_their_exit_codes() -> None:
+    drawn = re.findall(r"^[ │├└─]*(\w+) +(\d+)    \w", errors.__doc__ or "", re.MULTILINE)
+    defined = {
+        name: value.exit_code
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.HeadwayError)
+    }
+    assert {name: int(code) for name, code in drawn} == defined
 
 
 def test_examples_are_python() -> None:

@@ -26,7 +26,7 @@ LEFT_OUT = {
     ("docs/sinks.md", 2): "a sink is imported from a file; tests/record/test_own_sink.py has it in one",
     ("docs/testing.md", 0): "four processes; tests/testing/test_docs.py",
     ("docs/topology.md", 3): "needs a GPU",
-    ("docs/train.md", 10): "names weights of others; tests/train/test_initial_weights.py",
+    ("docs/train.md", 12): "names weights of others; tests/train/test_initial_weights.py",
 }
 
 
