@@ -14,7 +14,8 @@ examples:
   headway verify-resume --nproc 2 --other-nproc 1 train.py        also resumed on another number of ranks
   headway verify-resume --json train.py > verdicts.json
 
-The script must call pipe.enable_checkpointing(). It is started about ten times: give it little to do.
+The script must save, by pipe.enable_checkpointing() or in a loop of its own with hw.train.Ledger. It is started about
+ten times: give it little to do.
 Exit codes: 0 all the same; 1 something differs, or the script failed; 2 bad usage.
 """
 
