@@ -256,6 +256,9 @@ class Stage(ABC):
         whose name begins with `val/` is reset before each validation and computed after it.
         For metrics that are not weighted means, such as AUROC; torchmetrics bring their own reduction over ranks. A
         MetricCollection has a value under `name/key` for each of its metrics.
+
+        >>> self.auroc = self.add_metric("val/auroc", BinaryAUROC().to(self.device))  # in pre_stage
+        >>> self.auroc.update(scores, labels)  # in val_step
         """
         if not isinstance(name, str):
             raise UsageError(
@@ -281,8 +284,13 @@ class Stage(ABC):
 
     @final
     def stop_stage(self) -> None:
-        """Ends this stage early. Any rank may ask; all ranks stop at the same step: the next log point or the end of
-        the epoch."""
+        """Ends this stage early, on all ranks at the same step: that of the next log point, or the end of the epoch.
+
+        Any rank may ask.
+
+            if self.steps_done == 1000:
+                self.stop_stage()
+        """
         self._loop.stop_requested = True
 
     @final
@@ -290,6 +298,9 @@ class Stage(ABC):
         """Yields the batches of dataset `name` on this rank's device. Each iteration of your loop is one step.
 
         An iteration that ends with `break` is one, too. All ranks end with the one that has the fewest batches.
+
+            for x, y in self.batches("train"):
+                ...
         """
         state, timer = self._loop, self.pipe._timer
         loader = self.datasets.get(name)
@@ -317,7 +328,12 @@ class Stage(ABC):
 
     @final
     def step_optimizer(self, name: str) -> None:
-        """Steps an optimizer in a loop of your own, then its scheduler and the EMA of its model."""
+        """Steps an optimizer in a loop of your own, then its scheduler and the EMA of its model.
+
+            self.pipe.optimizers["adamw"].zero_grad()
+            loss.backward()
+            self.step_optimizer("adamw")
+        """
         optimizer = self.pipe.optimizers.get(name)
         if optimizer is None:
             raise unknown_name("optimizer of the pipeline", name, self.pipe.optimizers)

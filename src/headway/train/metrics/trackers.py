@@ -35,6 +35,8 @@ class TrackerMethods(ABC):
         """Writes event files for TensorBoard, by default into `tensorboard/` in the run directory.
 
         Takes what `SummaryWriter` takes: `max_queue`, `flush_secs` and `filename_suffix`.
+
+        >>> pipe.enable_tensorboard("tensorboard/digits")
         """
         settings = check_options(TensorBoardOptions, TensorBoard.title, options)
         self.add_sink(TensorBoard(directory=directory, **settings))
@@ -44,6 +46,8 @@ class TrackerMethods(ABC):
 
         `tracking_uri`, `experiment`, `name`, `notes`, `tags` (a dict), `artifact_location` (of a new experiment) and
         `artifacts`: see `headway.record.sinks.Mlflow`.
+
+        >>> pipe.enable_mlflow(tracking_uri="sqlite:////data/mlflow.db", experiment="digits")
         """
         self.add_sink(Mlflow(**check_options(MlflowOptions, Mlflow.title, options)))
 
