@@ -137,6 +137,28 @@ def test_ctrl_c_ends_all_of_them_when_the_first_has_saved(project: Path) -> None
     assert [row.status.state for row in summarize(runs)] == ["stopped", "new"]
 
 
+def test_a_run_of_a_sweep_on_this_machine_is_resumed(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was interrupted and one that was never started: each with its settings, ranks and copy of the code."""
+    (project / "train.py").write_text(
+        "import os, sys; from pathlib import Path\n"
+        "Path(os.environ['HEADWAY_RUN'], 'said-' + os.environ['RANK']).write_text(' '.join(sys.argv[1:]))\n"
+        f"sys.exit(0 if Path({str(project / 'again')!r}).exists() else 130)\n"
+    )
+    assert main(["run", "--nproc", "2", "--array", "lr=1,2", "train.py", "--seed", "7"]) == 130
+    (project / "train.py").write_text("raise SystemExit(9)")
+    (project / "again").touch()
+    runs = resolve([label_of(project)])
+    for number, run in enumerate(runs, start=1):
+        assert main(["resume", str(run.path)]) == 0, capsys.readouterr().err
+        said = [(run.path / f"said-{rank}").read_text() for rank in (0, 1)]
+        assert said == [f"--seed 7 --lr={number}"] * 2
+    assert [row.status.state for row in summarize(runs)] == ["done", "done"]
+    assert main(["resume", str(runs[0].path)]) == 2
+    assert "is done: there is nothing to resume" in capsys.readouterr().err
+
+
 def test_a_sweep_that_cannot_begin_leaves_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise StorageError("no space left")

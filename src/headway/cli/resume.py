@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 
 from headway.cli.parser import Parser, positive
 from headway.cli.screen import safe
 from headway.errors import DONE, UsageError
 from headway.launcher.functions.start import restart
 from headway.launcher.job import Job
-from headway.launcher.local_runs import local_command, resume_here
+from headway.launcher.local_runs import local_program, resume_here
 from headway.run import Run
 from headway.run.choice import script_was_cut
 from headway.run.status import Status, check_over
@@ -54,12 +55,12 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"{run.id} was started on this machine: use --nproc instead of --nodes")
     if run.call_dir.is_dir():
         return _call(run, options.nproc, dry_run=options.dry_run)
-    command, nproc = local_command(run)
-    nproc = options.nproc or nproc
+    program = local_program(run)
+    program = replace(program, nproc=options.nproc or program.nproc)
     if options.dry_run:
-        print(safe(f"would start on {nproc} processes: {shlex.join(command)}"))
+        print(safe(f"would start on {program.nproc} processes: {shlex.join(program.command)}"))
         return DONE
-    return resume_here(run, command, nproc)
+    return resume_here(run, program)
 
 
 def _check(run: Run, now: Status) -> None:

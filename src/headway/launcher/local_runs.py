@@ -6,11 +6,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from headway.errors import DONE, INTERRUPTED, TERMINATED, Stopped, UsageError
 from headway.launcher import sweep
 from headway.launcher.agent.agent import Agent, check_nproc
+from headway.launcher.enqueue import set_end_aside
+from headway.launcher.program import Program
 from headway.launcher.submit_script import Script, make_program, prepare_runs
 from headway.run import Run
 from headway.run.starts import record_start
@@ -30,18 +33,15 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     """
     settings = sweep.grid(specs)
     check_nproc(nproc)
-    with prepare_runs(script, settings, root=Path("runs")) as (runs, notes):
+    world = {"world_size": nproc, "nodes": 1}
+    with prepare_runs(script, settings, root=Path("runs"), world=world) as (runs, notes):
         for note in notes:
             logger.info(note)
     failed = DONE
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
         logger.info(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
-        record_start(run)
-        program = make_program(run, script, values)
-        environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
-        agent = Agent(program.command, nproc=nproc, environ=environ, cwd=program.cwd)
-        code = agent.run()
-        record_end(run, code)
+        agent = _agent_in(run, replace(make_program(run, script, values), nproc=nproc))
+        code = _run_recorded(run, agent)
         failed = failed or code
         if agent.was_signaled or code in (INTERRUPTED, TERMINATED):
             if number < len(runs):
@@ -51,11 +51,25 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     return failed
 
 
-def local_command(run: Run) -> tuple[list[str], int]:
-    """The command line and the number of ranks of a script that ran on this machine, from its record.
+def _agent_in(run: Run, program: Program) -> Agent:
+    """The agent of ranks that train in this run directory."""
+    environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
+    return Agent(program.command, nproc=program.nproc, environ=environ, cwd=program.cwd)
 
-    >>> local_command(Run.open("runs/digits-2026.11.15-14.30-x7k2"))  # doctest: +SKIP
-    (['python', 'train.py', '--lr', '3e-4'], 2)
+
+def _run_recorded(run: Run, agent: Agent) -> int:
+    """Runs one of a sweep, and records when it was started and how it ended; returns its exit code."""
+    record_start(run)
+    code = agent.run()
+    record_end(run, code)
+    return code
+
+
+def local_program(run: Run) -> Program:
+    """The script that ran on this machine, where and on how many ranks, from its record; one of a sweep, from its copy.
+
+    >>> local_program(Run.open("runs/digits-2026.11.15-14.30-x7k2")).command  # doctest: +SKIP
+    ['python', 'train.py', '--lr', '3e-4']
     """
     info = run.info()
     attempts, command = info["attempts"], list(info["command"])
@@ -65,8 +79,11 @@ def local_command(run: Run) -> tuple[list[str], int]:
             f"the record of {run.id} leaves out a secret of its command line: start it by hand, with "
             f"{environment.RUN}={run.path}"
         )
+    nproc = int(world.get("world_size", 1))
     if sweep.member(run) is not None:
-        raise UsageError(f"{run.id} belongs to a sweep on this machine: start the sweep again for it")
+        name, *args = command
+        script = Script(name=name, args=args, module=info["code"]["snapshot"]["script"] is None)
+        return replace(make_program(run, script, {}), nproc=nproc)
     if world.get("nodes", 1) > 1:
         raise UsageError(
             f"{run.id} ran on {world['nodes']} nodes, and headway did not submit it: start it as before, with "
@@ -77,13 +94,16 @@ def local_command(run: Run) -> tuple[list[str], int]:
             f"{run.id} was started in {info['cwd']}, which is not there any more"
             f": start its command by hand, with HEADWAY_RUN={run.path}"
         )
-    return command, int(world.get("world_size", 1))
+    return Program(command=command, nproc=nproc, cwd=info["cwd"])
 
 
-def resume_here(run: Run, command: Sequence[str], nproc: int) -> int:
+def resume_here(run: Run, program: Program) -> int:
     """Runs a script again in its run directory, on this machine, where it was started; returns its exit code."""
-    environ = {**os.environ, environment.RUN: str(run.path)}
-    return Agent(command, nproc=nproc, environ=environ, cwd=run.info()["cwd"]).run()
+    agent = _agent_in(run, program)
+    if sweep.member(run) is None:
+        return agent.run()
+    set_end_aside(run)
+    return _run_recorded(run, agent)
 
 
 def run_smoke(command: Sequence[str], *, nproc: int) -> int:

@@ -102,8 +102,9 @@ def prepare_runs(
     root: Path,
     name: str | None = None,
     dirty: Dirty = "snapshot",
+    world: object = None,
 ) -> Iterator[tuple[list[Run], list[str]]]:
-    """A run for each setting, with the code as it is now, and notes about it.
+    """A run for each setting, with the code as it is now, and notes about it; `world` is what is known of the ranks.
 
     If the block fails, all are removed, unless a job that may be in the queue needs them (`IncompleteSubmission`).
 
@@ -117,7 +118,7 @@ def prepare_runs(
     try:
         for values in settings:
             command = [script.name, *sweep.arguments(script.args, values)]
-            runs.append(Run.create(root, name=name, config=values, command=command))
+            runs.append(Run.create(root, name=name, config=values, command=command, world=world))
         if any(settings):
             sweep.join(runs, settings)
         yield runs, _pin(runs, script, dirty)
