@@ -38,7 +38,7 @@ def main():
             adam.load_state_dict(saved.state["adam"])
             train.load_state_dict(saved.state["train"])
             step = saved.step
-            if saved.world_size == world.world_size:  # else each rank draws anew
+            if saved.world_size == world.world_size:  # else each rank starts from its seed
                 hw.train.restore_random_state(saved.local, world.device)
         while step < STEPS:
             for inputs, targets in train:

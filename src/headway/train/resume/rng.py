@@ -38,7 +38,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
     Call it last, where training resumes: whatever draws numbers after it changes them.
 
-        if loaded.world_size == world.world_size:               # else each rank draws anew
+        if loaded.world_size == world.world_size:               # else each rank starts from its seed
             hw.train.restore_random_state(loaded.local, world.device)
     """
     random.setstate(state["python"])
