@@ -125,10 +125,9 @@ def verify_resume(
 ) -> ResumeReport:
     """Kills and resumes a script at four points, on `nproc` ranks and, if given, resumed on `other_nproc`.
 
-    `at` chooses among the points: first-epoch, boundary, last-epoch, end. The script saves by
-    `pipe.enable_checkpointing(...)`, and how often is set from outside, or in a loop of its own that keeps a
-    `hw.train.Ledger`. Runs are written to a temporary directory, or to `keep`. `timeout` is for one start of the
-    script; `progress` is called with a line before each start.
+    `at` chooses among the points: first-epoch, boundary, last-epoch, end. The script uses `pipe.enable_checkpointing`,
+    whose interval is set from outside, or saves in a loop of its own with a `hw.train.Ledger`. Runs are written to a
+    temporary directory, or to `keep`. `timeout` is for one start; `progress` is called with a line before each.
 
     >>> report = hw.testing.verify_resume("train.py", ["--epochs", "2"], nproc=2, other_nproc=1)
     >>> assert report.ok, report.table()
