@@ -330,9 +330,9 @@ class Stage(ABC):
     def step_optimizer(self, name: str) -> None:
         """Steps an optimizer in a loop of your own, then its scheduler and the EMA of its model.
 
-            self.pipe.optimizers["adamw"].zero_grad()
-            loss.backward()
-            self.step_optimizer("adamw")
+        self.pipe.optimizers["adamw"].zero_grad()
+        loss.backward()
+        self.step_optimizer("adamw")
         """
         optimizer = self.pipe.optimizers.get(name)
         if optimizer is None:
