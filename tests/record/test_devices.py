@@ -124,3 +124,14 @@ def test_idle_clocks_are_not_throttled() -> None:
     mask = nv.nvmlClocksThrottleReasonGpuIdle | nv.nvmlClocksThrottleReasonApplicationsClocksSetting
     assert gpu.throttle_reasons(mask) == []
     assert gpu.throttle_reasons(mask | nv.nvmlClocksThrottleReasonSwThermalSlowdown) == ["heat"]
+
+
+def test_a_sandbox_that_hides_its_disks_is_sampled_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden() -> None:
+        raise NotImplementedError("/proc/diskstats nor /sys/block are available on this system")
+
+    monkeypatch.setattr(psutil, "disk_io_counters", hidden)
+    meter = NodeMeter()
+    meter.sample()
+    rates = meter.sample()
+    assert "network_sent" in rates and "disk_read" not in rates

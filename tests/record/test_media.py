@@ -192,6 +192,16 @@ def test_a_batch_without_images_is_said(run: Run, messages: list[str]) -> None:
     assert messages == ["'x' of step 1 was not kept: the batch has no images"]
 
 
+@pytest.mark.parametrize("shape", [(3, 0, 5), (3, 5, 0), (2, 3, 0, 4), (0, 5), (5, 0)])
+def test_an_image_without_a_pixel_is_not_kept(shape: tuple[int, ...], run: Run, messages: list[str]) -> None:
+    """A tracker would refuse the file, and get nothing more."""
+    with MediaWriter(run, MediaSettings(), world=WORLD, attempt=1) as writer:
+        empty = take_image(torch.zeros(shape), caption="", columns=None)
+        writer.add("x", empty, step=1, stage="s", epoch=0)
+    assert messages == ["'x' of step 1 was not kept: the batch has no images"]
+    assert read_media(run) == []
+
+
 def test_a_batch_is_a_grid_in_rows_and_what_is_changed_afterwards_does_not_show() -> None:
     batch = torch.arange(5, dtype=torch.uint8).reshape(5, 1, 1, 1).expand(5, 1, 4, 3).clone() * 50
     content = take_image(batch, caption="", columns=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from headway.record.media.index import MediaItem
-from headway.record.sinks import Sink
+from headway.record.sinks import Csv, Sink
 from headway.record.sinks.__main__ import SinkSource
 from headway.run import Run
 
@@ -102,3 +103,38 @@ def test_a_file_that_goes_while_the_sink_reads_it_is_passed_over(run: Run) -> No
     write(run, (0, 1))
     source.feed()
     assert sink.rows == [(0, 1)]
+
+
+def log_point(step: int, **metrics: float) -> dict[str, Any]:
+    facts = {"kind": "train", "time": 1.0, "stage": "fit", "epoch": 0, "seconds": {"data": 0.5}}
+    return facts | {"step": step, "metrics": metrics}
+
+
+def csv_values(run: Run) -> list[tuple[int, str, float]]:
+    with run.csv_file.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    return [
+        (int(line["step"]), line["name"], float(line["value"]))
+        for line in lines
+        if "data" not in line["name"]
+    ]
+
+
+def test_a_csv_file_has_all_log_points_of_a_step_and_of_a_restart_the_repeated_ones(run: Run) -> None:
+    """A loop of one's own logs after its last step, which was a log point: the end of the epoch is another one."""
+    sink = Csv()
+    sink.open(run)
+    sink.write([log_point(10, loss=0.5), log_point(20, loss=0.4), log_point(20, fid=9.0)])
+    sink.close("stopped", 75)
+    first = (10, "loss", 0.5)
+    assert csv_values(run) == [first, (20, "loss", 0.4), (20, "fid", 9.0)]
+    sink = Csv()
+    sink.open(run)
+    sink.write([log_point(20, loss=0.3), log_point(20, fid=8.0)])  # from the checkpoint of step 10
+    sink.close("done", 0)
+    assert csv_values(run) == [first, (20, "loss", 0.3), (20, "fid", 8.0)]
+    sink = Csv()
+    sink.open(run)
+    sink.write([log_point(20, extra=1.0), log_point(30, loss=0.2)])
+    sink.close("done", 0)
+    assert csv_values(run)[3:] == [(20, "extra", 1.0), (30, "loss", 0.2)]

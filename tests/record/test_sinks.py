@@ -28,7 +28,17 @@ from headway.errors import MissingExtra, Stopped, UsageError
 from headway.record.media import read_media
 from headway.record.media.content import take_histogram, take_image, take_text
 from headway.record.media.writer import MediaSettings, MediaWriter
-from headway.record.sinks import Csv, Mlflow, Sink, TensorBoard, Wandb, check_sink, feeding, scalars
+from headway.record.sinks import (
+    Csv,
+    Mlflow,
+    Sink,
+    TensorBoard,
+    Wandb,
+    check_sink,
+    feeding,
+    mlflow as mlflow_sink,
+    scalars,
+)
 from headway.record.sinks.options import MlflowOptions, TensorBoardOptions, WandbOptions, check_options
 from headway.record.sinks.replayer import replay
 from headway.record.sinks.tensorboard import media_value
@@ -253,6 +263,33 @@ def test_every_sink_gets_every_row_the_media_and_the_settings(run: Run, store: s
     assert json.loads(run.sink_media_file("wandb").read_text()) == {
         "0": run.media_index_file(0).stat().st_size
     }
+
+
+def test_tensorboard_shows_what_was_repeated_also_after_rows_that_an_earlier_attempt_could_not_deliver(
+    run: Run,
+) -> None:
+    """The machine went down: rows of the first attempt come from the process of the second, before its own."""
+    run.begin_attempt(world={})
+    point = {"kind": "train", "time": 1e9, "stage": "fit", "epoch": 0}
+    values = [(30, {"train/loss": 0.5}), (40, {"train/loss": 0.4}), (20, {"train/loss": 3.0})]
+    values += [(30, {"train/loss": 2.0}), (30, {"fid": 9.0})]
+    sink = TensorBoard()
+    sink.open(run)
+    sink.write([{**point, "step": step, "metrics": metrics} for step, metrics in values])
+    sink.close("done", 0)
+    assert events(run) == [(20, 3.0), (30, 2.0)] and events(run, "fid") == [(30, 9.0)]
+
+
+def test_names_that_mlflow_would_refuse_are_changed() -> None:
+    """One of them would end the feeding of all."""
+    from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
+
+    names = ["a//b", "/a", "a/", "../a", "..a", ".", "a/./b", "a/../b", "loss: é", "a/b.c-d e", "x/" * 200]
+    for name in names:
+        valid = mlflow_sink._valid_name(name)
+        _validate_metric_name(valid)
+        assert 0 < len(valid) <= MAX_ENTITY_KEY_LENGTH
+    assert mlflow_sink._valid_name("a/b.c-d e") == "a/b.c-d e" and mlflow_sink._valid_name("a//b") == "a/_/b"
 
 
 def test_events_of_media_are_those_that_torch_writes(run: Run) -> None:

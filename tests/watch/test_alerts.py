@@ -103,6 +103,14 @@ def test_a_webhook_gets_what_happened_as_json(tmp_path: Path, hook: Hook) -> Non
     assert facts["sent"] and facts["pid"] == os.getpid()
 
 
+def test_a_long_reason_is_cut_in_the_sentence_alone(tmp_path: Path) -> None:
+    """Discord refuses more than 2,000 characters, and a model that does not fit its checkpoint has more keys."""
+    why = "Missing key(s): " + ", ".join(f"layers.{number}.weight" for number in range(200))
+    alert = Alert.of(make_run(tmp_path), "failed", attempts=1, why=why, step=7)
+    assert len(alert.sentence) < 1200 and alert.sentence.endswith("…") and "layers.0.weight" in alert.sentence
+    assert alert.to_dict()["why"] == why
+
+
 def test_of_many_watchers_one_sends_and_the_next_attempt_is_news(tmp_path: Path, hook: Hook) -> None:
     run = make_run(tmp_path)
     senders = [sender() for _ in range(8)]

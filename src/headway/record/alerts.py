@@ -33,6 +33,8 @@ from headway.system.redact import redact
 AlertEvent = Literal["failed", "stopped", "silent", "finished"]
 EVENTS: tuple[AlertEvent, ...] = get_args(AlertEvent)
 _COMMAND_S = 30.0
+_WHY_CHARACTERS = 1000
+"""of a sentence: Discord refuses one of more than 2,000"""
 
 
 @final
@@ -70,8 +72,9 @@ class Alert:
         """
         verb = {"silent": "is silent", "stopped": "was stopped"}.get(self.event, self.event)
         at = f" at step {self.step:,}" if self.step is not None else ""
-        why = f": {' '.join(redact(self.why).split())}" if self.why else ""
-        return f"headway: {self.run} {verb}{at}{why}"
+        why = " ".join(redact(self.why).split())
+        why = why if len(why) <= _WHY_CHARACTERS else f"{why[: _WHY_CHARACTERS - 1]}…"
+        return f"headway: {self.run} {verb}{at}{why and f': {why}'}"
 
     def to_dict(self) -> dict[str, Any]:
         """The body of the request. `text` and `content` are what Slack, Mattermost, Teams and Discord show."""

@@ -193,7 +193,7 @@ def _take_images(image: ImageLike) -> list[_TakenImages]:
     shape = tuple(image.shape)
     first = _channels_first(shape, isinstance(image, Tensor))
     array, size = take_array(image, "log_image")
-    return [_TakenImages(array=array, shape=shape, channels_first=first, bytes=size)] if shape[0] else []
+    return [_TakenImages(array=array, shape=shape, channels_first=first, bytes=size)] if size else []
 
 
 def _channels_first(shape: tuple[int, ...], is_tensor: bool) -> bool:

@@ -24,6 +24,9 @@ from headway.record.sinks.rows import scalars
 from headway.run import Run
 from headway.run.plain import leaves
 
+_NAME_CHARACTERS = 250
+"""that MLflow allows; the end of a longer name says more than its beginning"""
+
 
 @final
 @dataclass(kw_only=True)
@@ -123,5 +126,7 @@ def _valid_key(name: str) -> str:
 
 
 def _valid_name(name: str) -> str:
-    """Replaces the characters that MLflow refuses in names."""
-    return re.sub(r"[^\w\-./ ]", "_", name)
+    """Replaces what MLflow refuses in names: some characters, and what would be another path, such as `a//b`."""
+    parts = re.sub(r"[^\w\-./ ]", "_", name).split("/")
+    path = "/".join(part if part.strip(".") else "_" for part in parts)
+    return re.sub(r"^\.\.", "__", path[-_NAME_CHARACTERS:].lstrip("/"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, final
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
@@ -18,6 +18,29 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
     rest = {key: value for key, value in row.items() if key not in known}
     inside = "checkpoint/" if row["kind"] == "checkpoint" else ""
     return found | {f"headway/{inside}{name}": value for name, value in _numbers(rest)}
+
+
+@final
+class RestartDetector:
+    """Finds the log points from which on a restart repeats steps.
+
+    One step may have several log points, such as one that is due and one at the end of the epoch. They are of different
+    metrics, unless a restart repeats them.
+
+    >>> detector = RestartDetector()
+    >>> [detector.observe(step, [name]) for step, name in ((10, "loss"), (20, "loss"), (20, "fid"), (20, "loss"))]
+    [False, False, False, True]
+    """
+
+    def __init__(self, step: int = -1, names: Collection[str] = ()) -> None:
+        self._step, self._names = step, names
+
+    def observe(self, step: int, names: Collection[str]) -> bool:
+        """Takes the next log point, with the names of its metrics; returns whether it repeats what was before."""
+        before, self._step = self._step, step
+        is_repeated = step < before or (step == before and not set(names).isdisjoint(self._names))
+        self._names = {*self._names, *names} if step == before and not is_repeated else names
+        return is_repeated
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from headway.record.media.index import MediaItem, read_histogram
 from headway.record.sinks.base import MetricRow, RunStatus, Sink, require_package
-from headway.record.sinks.rows import scalars
+from headway.record.sinks.rows import RestartDetector, scalars
 from headway.run import Run
 
 
@@ -46,18 +46,23 @@ class TensorBoard(Sink):
             filename_suffix=self.filename_suffix,
         )
         self._restarted = len(run.info()["attempts"]) > 1
+        self._restarts = RestartDetector()
 
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             self._write_row(row)
 
     def _begin_session(self, step: int) -> None:
-        if self._restarted:  # hides what an earlier attempt wrote beyond this step
+        """Hides what was written beyond this step, if an attempt begins here. Rows of earlier attempts, which these
+        could not deliver, may come first."""
+        if self._restarted:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=start))
             self._restarted = False
 
     def _write_row(self, row: MetricRow) -> None:
+        if row["kind"] == "train":
+            self._restarted |= self._restarts.observe(row["step"], row.get("metrics", {}))
         self._begin_session(row["step"])
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value)
