@@ -237,6 +237,34 @@ def test_a_long_run_writes_its_report_by_itself(tmp_path: Path, monkeypatch: pyt
     assert "done without a step" in Page(run.report_file.read_text()).text
 
 
+def test_a_loss_that_ended_as_nan_is_not_shown_as_its_last_finite_value(tmp_path: Path) -> None:
+    run = make_run(tmp_path, log_points=3)
+    names = ("train/loss", "val/loss", "constraint/loss")
+    with run.metrics_file(0).open("a") as file:
+        for step, values in ((40, (0.5, "nan", 0.25)), (50, ("nan", "inf", 0.75)), (60, ("nan", "nan", 0.5))):
+            metrics = dict(zip(names, values, strict=True))
+            file.write(json.dumps(row(step, 0, time.time()) | {"metrics": metrics}) + "\n")
+    run.end_attempt(1, status="done", exit_code=0)
+    page = Page(render(run))
+    assert re.search(r"train/loss nan 2 not finite *val/loss nan 3 not finite", page.text)
+    assert "best constraint/loss 0.25 at step 40" in page.text and "best val/loss" not in page.text
+    only = Series()
+    only.add(1, 0.0, float("nan"))
+    assert "<svg" not in figures.curves({"gap": only}) and "1 not finite" in figures.curves({"gap": only})
+
+
+def test_times_say_in_which_zone_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = done(tmp_path)
+    monkeypatch.setenv("TZ", "XYZ-9")
+    time.tzset()
+    try:
+        text = Page(render(run)).text
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert len(re.findall(r"\d\d:\d\d:\d\d XYZ", text)) == 2, "when it began, and when this was written"
+
+
 def test_averages_are_of_noise_alone_and_do_not_lag() -> None:
     rate, loss = Series(), Series()
     for step in range(10, 510, 10):

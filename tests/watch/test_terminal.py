@@ -10,16 +10,17 @@ import select
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_run import make_run, write_rows
+from synthetic_run import make_run, row, write_rows
 
 from headway.cli import main
 from headway.run import Run, runs_under
-from headway.watch.terminal import Selection, charts, layout
-from headway.watch.terminal.live import Watcher
-from headway.watch.view import RunView
+from headway.watch.terminal import Selection, charts, follow, layout
+from headway.watch.terminal.live import Watcher, read_keys
+from headway.watch.view import RunView, Snapshot
 from headway.watch.view.series import Series
 
 
@@ -181,3 +182,60 @@ def test_labels_of_a_curve_do_not_shift_its_rows() -> None:
     rates = Series(steps=[0, 1, 2], means=[0.0007053, -0.00001234, 0.0001])
     lines = charts.curve(rates, 30, 4)
     assert {line.index("┤") for line in lines} == {8} and lines[0].startswith("0.00071")
+
+
+def test_keys_that_come_together_are_all_keys() -> None:
+    """One that is held down, or a slow connection."""
+    reading, writing = os.pipe()
+    for typed, keys in (
+        (b"\x1b[B\x1b[B\x1b[Aq", ["down", "down", "up", "q"]),
+        (b"jj\x1b", ["j", "j", "m"]),
+        (b"\x1b[5~n\x1bq\x1bOP", ["\x1b[5~", "n", "\x1bq", "\x1bOP"]),
+    ):
+        os.write(writing, typed)
+        assert read_keys(reading, 60) == keys
+    os.close(writing)
+    assert read_keys(reading, 60) == ["q"], "the terminal is gone"
+    os.close(reading)
+
+
+def test_a_pipe_gets_every_message_whatever_the_clocks_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path)
+    run.end_attempt(1, status="done", exit_code=0)
+    said = [("first", 5.0), ("at the same time", 5.0), ("a clock that was set back", 3.0)]
+    write_rows(
+        run.events_file(0),
+        [{"time": 1e9 + at, "kind": "warning", "rank": 0, "text": text} for text, at in said],
+    )
+    assert main(["watch", str(run.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("warning: ")[2] for line in lines[:-1]] == [text for text, _ in said]
+
+
+def test_a_loss_that_is_not_finite_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, log_points=1)
+    with run.metrics_file(0).open("a") as file:
+        file.write(json.dumps(row(20, 0, time.time()) | {"metrics": {"train/loss": "nan"}}) + "\n")
+    run.end_attempt(1, status="done", exit_code=0)
+    assert main(["watch", str(run.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["curves"]["train/loss"]["last"] == "nan"
+
+
+def test_a_pipe_does_not_end_with_a_run_that_looks_lost_for_a_moment(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    real = RunView(run).refresh()
+    states = ["running", "lost", "lost", "running", "lost", "lost", "lost", "running"]
+
+    class Stalls:
+        """A run on another machine, seen through a file system that stalls."""
+
+        def refresh(self) -> Snapshot:
+            state = states.pop(0)
+            return replace(real, header=replace(real.header, state=state, is_certain=state != "lost"))
+
+    lines: list[str] = []
+    assert follow(Stalls(), lines.append, every_s=0).header.state == "lost"  # type: ignore[arg-type]
+    assert states == ["running"], "it is lost at the third look in a row"

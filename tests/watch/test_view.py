@@ -17,14 +17,16 @@ from synthetic_run import events, make_run, node_sample, row, write_rows
 
 from headway.run import Run
 from headway.schedulers.base import JobStatus, Queue
+from headway.watch.comparison import compare
 from headway.watch.planned import compare_with_plan
 from headway.watch.report import render
+from headway.watch.runs import last_metrics
 from headway.watch.terminal import layout
 from headway.watch.terminal.lines import describe
 from headway.watch.view import RunView, metric_rows, ranks, series as curves, source
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.series import Series
-from headway.watch.web.blocks import to_json
+from headway.watch.web.blocks import blocks, to_json
 
 
 def append(path: Path, *rows: dict[str, Any], tail: str = "") -> None:
@@ -115,6 +117,128 @@ def test_new_rows_are_added_and_restarts_replace_what_they_repeat(tmp_path: Path
     assert view.refresh().curves["train/loss"].steps == [10, 20, 30, 40], "the line that was torn is skipped"
 
 
+def test_another_log_point_of_a_step_is_not_a_restart(tmp_path: Path) -> None:
+    """A loop of one's own logs after its last step, which was a log point: the end of the epoch is another one."""
+    run = make_run(tmp_path, ranks=2, log_points=20)
+    seconds = {"seconds": {"other": 0.1}, "samples_per_second": 0.0}
+    append(run.metrics_file(0), row(200, 0, time.time()) | {"metrics": {"fid": 9.0}} | seconds)
+    view = RunView(run)
+    shown = view.refresh()
+    assert shown.curves["fid"].last == 9 and shown.curves["train/loss"].steps[-1] == 200
+    assert shown.speed.samples_per_s == 4096 and shown.speed.step_median_s == pytest.approx(0.1)
+    assert view.metrics.samples.highs[-1] == 2 * 64 * 200 and view.metrics.phases["data"].steps[-1] == 200
+    assert len(view.metrics.step_ranges) == 1
+    append(run.metrics_file(0), row(200, 0, time.time()) | {"metrics": {"train/loss": 7.0}})
+    shown = view.refresh()
+    assert shown.curves["train/loss"].steps[-1] == 200 and shown.curves["train/loss"].last == 7
+    assert "fid" not in shown.curves, "a restart repeats this step, and has not come to the end of the epoch"
+
+
+def test_what_a_restart_abandons_is_neither_shown_nor_compared(tmp_path: Path) -> None:
+    run = make_run(tmp_path, log_points=1)
+    rows = [row(10 * n, 0, time.time() - 20 + n) for n in range(1, 11)]
+    for number, each in enumerate(rows, start=1):
+        each["metrics"]["train/gap"] = "nan" if number > 8 else 0.5
+        each["metrics"] |= {"train/late": 1.0} if number > 7 else {}
+    validations = [
+        rows[at] | {"kind": "validation", "metrics": {"val/loss": value}}
+        for at, value in ((4, 0.9), (9, 0.1))
+    ]
+    write_rows(run.metrics_file(0), [*rows[:5], validations[0], *rows[5:], validations[1]])
+    view = RunView(run)
+    before = view.refresh().curves
+    assert before["val/loss"].steps == [50, 100] and before["train/gap"].non_finite == 2
+    append(run.metrics_file(0), row(60, 0, time.time()))
+    shown = view.refresh().curves
+    assert (shown["val/loss"].steps, shown["val/loss"].last) == ([50], 0.9)
+    assert (shown["train/gap"].steps[-1], shown["train/gap"].last, shown["train/gap"].non_finite) == (
+        50,
+        0.5,
+        0,
+    )
+    assert shown["train/loss"].steps == [10, 20, 30, 40, 50, 60] and "train/late" not in shown
+    part = view.metrics.within("val/loss", 10, 1000)
+    assert part is not None and part.steps == [50]
+    run.end_attempt(1, status="stopped", exit_code=75)
+    (one,) = compare([run], metrics=["val/loss", "train/loss"])
+    assert (one.metrics["val/loss"].last, one.metrics["val/loss"].best) == (0.9, 0.9)
+    assert one.metrics["train/loss"].last == shown["train/loss"].last
+
+
+def test_the_pace_is_that_of_one_attempt(tmp_path: Path) -> None:
+    """A job that waited an hour to be started again has made no step in it."""
+    run = make_run(tmp_path, ranks=1, log_points=10)
+    info, now = run.info(), time.time()
+    stamp = lambda at: datetime.fromtimestamp(at, UTC).isoformat()  # noqa: E731
+    first = info["attempts"][0] | {
+        "started": stamp(now - 3605),
+        "ended": stamp(now - 3589),
+        "status": "stopped",
+    }
+    second = info["attempts"][0] | {"number": 2, "started": stamp(now - 8)}
+    run.info_file.write_text(json.dumps(info | {"attempts": [first, second]}))
+    earlier = [row(10 * n, 0, now - 3600 + n) for n in range(1, 11)]
+    write_rows(run.metrics_file(0), [*earlier, *(row(10 * n, 0, now - 16 + n) for n in range(11, 16))])
+    with run.lock():
+        shown = RunView(run).refresh()
+    assert shown.header.step == 150 and shown.header.total_steps == 200
+    assert shown.header.eta_s == pytest.approx(5, rel=0.1), "50 steps, ten of them in a second"
+    assert shown.speed.step_p95_s == pytest.approx(0.1, rel=0.1)
+
+
+def test_metrics_may_be_of_any_size(tmp_path: Path) -> None:
+    """Operations of a run are 1e21, and the loss of one that diverges is anything."""
+    run = make_run(tmp_path, log_points=2)
+    values = [2e15, -3e18, 1e40, 1e289, 1e308, 1e308]
+    rows = [row(30 + n, 0, time.time()) | {"metrics": {"flops": value}} for n, value in enumerate(values)]
+    append(run.metrics_file(0), *rows)
+    shown = RunView(run).refresh()
+    found = shown.curves["flops"]
+    assert found.means == values[:4] and found.last == math.inf and found.non_finite == 2
+    assert any("flops" in line.plain for line in layout(shown, 100, 40)) and "flops" in render(run)
+    assert json.loads(to_json(found.means)) == values[:4]
+    run.end_attempt(1, status="done", exit_code=0)
+    assert compare([run], metrics=["max:flops"])[0].metrics["flops"].best == 1e289
+
+
+def test_rows_with_many_metrics_are_read_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.watch.view.metric_rows._WHOLE_BYTES", 1 << 18)
+    monkeypatch.setattr("headway.watch.view.metric_rows._KEPT_BYTES", 1 << 16)
+    run = make_run(tmp_path, ranks=2, log_points=60)
+    norms = {f"norm/layers.{number}.weight": 1.0 for number in range(900)}
+    rows = [row(10 * n, 0, time.time() - 60 + n) for n in range(1, 61)]
+    write_rows(run.metrics_file(0), [each | {"metrics": each["metrics"] | norms} for each in rows])
+    view = RunView(run)
+    shown = view.refresh()
+    assert view.metrics.is_sampled and len(shown.curves["train/loss"].steps) > 50
+    assert shown.curves["train/loss"].steps[0] <= 20, "the beginning of the run is seen, too"
+    assert sorted(each.rank for each in shown.ranks) == [0, 1]
+    append(run.metrics_file(0), row(610, 0, time.time()) | {"metrics": {"train/loss": 3.0} | norms})
+    assert {each.rank: each.step for each in view.refresh().ranks}[0] == 610
+    assert last_metrics(run)["step"] == 610
+
+
+def test_checkpoints_do_not_crowd_messages_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    saved = {"kind": "checkpoint", "rank": 0, "text": "saved", "step": 7}
+    append(run.events_file(0), *(saved | {"time": time.time() + n} for n in range(300)))
+    shown = RunView(run).refresh()
+    assert [message.text for message in shown.messages] == ["the learning rate is high"]
+    assert shown.safety.step == 7
+
+
+def test_devices_are_those_of_the_nodes_of_this_attempt(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ranks=2)
+    view = RunView(run)
+    assert [node["host"] for node in view.refresh().nodes] == ["cn000"]
+    info = run.info()
+    started = datetime.fromtimestamp(time.time() - 1, UTC).isoformat()
+    info["attempts"].append(info["attempts"][0] | {"number": 2, "started": started})
+    run.info_file.write_text(json.dumps(info))
+    write_rows(run.node_file("cn007"), [node_sample("cn007", 2) | {"time": time.time()}])
+    assert [node["host"] for node in view.refresh().nodes] == ["cn007"], "the screen has stayed open"
+
+
 def test_silence_is_noticed(tmp_path: Path) -> None:
     run = make_run(tmp_path, log_points=4, waited_s=1000)
     rows = [row(10 * n, 0, time.time() - 100 + n) for n in range(1, 5)]
@@ -129,6 +253,25 @@ def test_silence_is_noticed(tmp_path: Path) -> None:
         assert RunView(run).refresh().header.silent_s is None, "a log point per 50 s is usual here"
 
 
+def test_a_first_log_point_and_validations_are_not_silence(tmp_path: Path) -> None:
+    """Where log points are minutes apart, or validations take minutes, each start and each epoch would alarm."""
+    run = make_run(tmp_path, log_points=1, waited_s=1000)
+    run.events_file(0).unlink()
+
+    def silent_s(*ago_s: float) -> float | None:
+        now = time.time()
+        write_rows(run.metrics_file(0), [row(10 * n, 0, now - ago) for n, ago in enumerate(ago_s, start=1)])
+        with run.lock():
+            header = RunView(run).refresh().header
+        assert header.state == "running"
+        return header.silent_s
+
+    steady = [300 - second for second in range(150)]
+    assert silent_s(400) is None, "the first log point took 600 s"
+    assert silent_s(400, *steady) is None, "there was a pause of 100 s before"
+    assert silent_s(*steady) == pytest.approx(151, abs=20)
+
+
 def test_a_long_file_is_sampled_and_the_end_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, log_points=6000)
     monkeypatch.setattr("headway.watch.view.metric_rows._WHOLE_BYTES", 1 << 16)
@@ -140,6 +283,26 @@ def test_a_long_file_is_sampled_and_the_end_is_exact(tmp_path: Path, monkeypatch
     for step, mean in zip(few.steps, few.means, strict=True):
         assert mean == pytest.approx(1 + 2 * math.exp(-step / 1e4)), "a sampled value is a real one"
     assert sampled.speed.step_median_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_of_a_long_file_no_validation_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are few of them among the log points, and the best of them decides."""
+    monkeypatch.setattr("headway.watch.view.metric_rows._WHOLE_BYTES", 1 << 16)
+    monkeypatch.setattr("headway.watch.view.metric_rows._KEPT_BYTES", 1 << 12)
+    monkeypatch.setattr("headway.watch.view.metric_rows._PLACES", 20)
+    monkeypatch.setattr("headway.watch.view.source._CHUNK_BYTES", 1 << 14)
+    run = make_run(tmp_path, log_points=2000)
+    rows = [row(n, 0, time.time() + n / 1e3) for n in range(1, 2001)]
+    for at in range(1900, 0, -100):
+        value = 0.1 if at == 700 else 1.0
+        rows.insert(at, rows[at - 1] | {"kind": "validation", "metrics": {"val/loss": value}})
+        rows.insert(at + 1, {"kind": "epoch", "time": rows[at]["time"], "step": at, "metrics": {"score": at}})
+    write_rows(run.metrics_file(0), rows)
+    view = RunView(run)
+    found = view.refresh().curves
+    assert view.metrics.is_sampled and len(found["train/loss"].steps) < 100
+    assert found["val/loss"].steps == found["score"].steps == list(range(100, 2000, 100))
+    assert found["val/loss"].means[6] == 0.1 and found["score"].means[6] == 700
 
 
 @settings(max_examples=50, deadline=None)
@@ -355,7 +518,8 @@ def test_a_plan_is_compared_in_one_place(tmp_path: Path) -> None:
         0.1 / 0.08, rel=0.2
     )
     assert (memory.what, memory.measured, memory.differs) == ("memory", 40e9, True)
-    assert RunView(run).refresh().plan[1] == memory
+    shown = RunView(run).refresh()
+    assert shown.plan[1] == memory and blocks(shown)["speed"]["planned_step_s"] == 0.08
     run.plan_file.write_text(
         json.dumps({"answers": {"time.step": step | {"value": 0}, "memory.allocated": 3}})
     )

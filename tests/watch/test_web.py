@@ -31,6 +31,7 @@ from headway.watch.web import RunLibrary, listen, make_app, media, server as web
 from headway.watch.web.assets import assets
 from headway.watch.web.curves import decimated
 from headway.watch.web.run_library import key_of
+from headway.watch.web.run_list import RunList
 
 TOKEN = "the-right-token-of-this-test-0123456789"
 SECRET = f"secret-{os.urandom(8).hex()}"
@@ -102,6 +103,30 @@ def test_the_list_has_settings_metrics_and_sweeps(tmp_path: Path, client: TestCl
     assert [each["name"] for each in compared["rows"] if each["differs"]] == ["seed"]
 
 
+def test_all_curves_of_a_run_begin_at_one_time(tmp_path: Path, client: TestClient) -> None:
+    """The first validation is later than the first log point, on the axis of time, too."""
+    run = make_run(tmp_path, log_points=4)
+    rows = [row(10 * n, 0, 1e9 + n) for n in range(1, 5)]
+    late = rows[2] | {"kind": "validation", "metrics": {"val/loss": 0.5}}
+    write_rows(run.metrics_file(0), [*rows[:3], late, rows[3]])
+    found = get(client, "/api/curves", run=key_of(run), metric=["train/loss", "val/loss"])
+    assert found["began"] == 1e9 + 1 and [each["time"][0] for each in found["curves"]] == [1e9 + 1, 1e9 + 3]
+
+
+def test_a_file_that_has_grown_within_the_resolution_of_its_time_is_read_again(tmp_path: Path) -> None:
+    """Lustre's is a second: the last row of a run may come in the one in which the list was read."""
+    run = make_run(tmp_path, log_points=1)
+    run.end_attempt(1, status="done", exit_code=0)
+    runs = RunList(RunLibrary(runs=[run]))
+    before = run.metrics_file(0).stat()
+    assert runs.rows()[0]["metrics"]["train/loss"]["last"] > 2
+    with run.metrics_file(0).open("a") as file:
+        file.write(json.dumps(row(20, 0, time.time()) | {"metrics": {"train/loss": 0.5}}) + "\n")
+    os.utime(run.metrics_file(0), ns=(before.st_atime_ns, before.st_mtime_ns))
+    runs._read_at = float("-inf")
+    assert runs.rows()[0]["metrics"]["train/loss"]["last"] == 0.5
+
+
 def test_logs_are_read_from_their_end_and_searched(tmp_path: Path, client: TestClient) -> None:
     run = make_run(tmp_path)
     lines = [f"line {number:06d} {'x' * 80}" for number in range(5000)]
@@ -158,6 +183,12 @@ def test_a_long_curve_keeps_its_spikes_and_a_range_of_it_has_every_value(
     assert len(set(gaps[:-1])) == 1, "the beginning of a long run is seen as well as its end"
     (part,) = get(client, "/api/curves", **query | {"from": 2300, "to": 2399})["curves"]
     assert part["step"] == list(range(2300, 2400)) and part["mean"][46] == 99
+    for _ in range(600):  # what is beside the curves is of all rows, too
+        loss = get(client, "/api/run", run=key_of(run))["learning"][0]
+        if loss["high"] == 99:
+            break
+        wait_for_all.wait(0.05)
+    assert (loss["name"], loss["high"]) == ("train/loss", 99)
 
 
 @settings(max_examples=60, deadline=None)
@@ -356,7 +387,7 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(tmp_path: Path) -> No
         answer = client.get(f"{BASE}//evil.example/", params={"token": TOKEN})
         assert (answer.status_code, answer.headers["location"]) == (303, "/")
         parts = {part.strip() for part in answer.headers["set-cookie"].split(";")}
-        assert parts == {f"headway={TOKEN}", "Path=/", "HttpOnly", "SameSite=Strict"}
+        assert parts == {f"headway={TOKEN}", "Path=/", "HttpOnly", "SameSite=Lax"}
         assert client.get("/").status_code == 200, "the cookie opens the page"
 
 

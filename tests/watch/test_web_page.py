@@ -149,7 +149,7 @@ def page(site: Site) -> Iterator[Page]:
 
 
 def make_runs(root: Path) -> dict[str, Run]:
-    """A sweep of four runs, one of whose validations are known; a hostile one; one with media."""
+    """A sweep of four runs, one of whose validations are known; a hostile one; one with media; one with a plan."""
     found: dict[str, Run] = {}
     for number, (lr, seed) in enumerate(((0.1, 1), (0.1, 2), (0.3, 1), (0.3, 2))):
         run = found[f"sweep{number}"] = make_run(root, ranks=4, log_points=60, slow_rank=2)
@@ -176,6 +176,13 @@ def make_runs(root: Path) -> dict[str, Run]:
     with hostile.events_file(0).open("a") as file:
         file.write(json.dumps(warning) + "\n")
     add_media(found["sweep0"])
+    found["late"] = late = make_run(root, log_points=60)
+    late.config_file.write_text("lr: 0.1\n")
+    rows = [row(10 * at, 0, time.time() - 60 + at) for at in range(1, 61)]
+    validations = [each | {"kind": "validation", "metrics": {"val/loss": 2.0}} for each in rows[29::5]]
+    write_rows(late.metrics_file(0), sorted([*rows, *validations], key=lambda each: each["step"]))
+    late.plan_file.write_text(json.dumps({"answers": {"time.step": {"value": 0.08}}}))
+    late.end_attempt(1, status="done", exit_code=0)
     return found
 
 
@@ -333,6 +340,34 @@ def test_curves_are_zoomed_smoothed_and_drawn_on_other_axes(site: Site, page: Pa
     expect(page.locator(".panel")).to_have_count(1)
 
 
+LEFTMOST = """(canvas, [r, g, b]) => {
+  const copy = document.createElement("canvas");
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const pen = copy.getContext("2d", { willReadFrequently: true });
+  pen.drawImage(canvas, 0, 0);
+  const data = pen.getImageData(0, 0, canvas.width, canvas.height).data;
+  let left = canvas.width;
+  for (let at = 0; at < data.length; at += 4) {
+    const far = Math.abs(data[at] - r) + Math.abs(data[at + 1] - g) + Math.abs(data[at + 2] - b);
+    if (data[at + 3] > 200 && far < 30) left = Math.min(left, (at / 4) % canvas.width);
+  }
+  return left / canvas.width;
+}"""
+
+
+def test_curves_share_the_axis_of_time_and_the_plan_is_beside_the_speed(site: Site, page: Page) -> None:
+    """Its validations begin in the middle of the run, which makes ten steps in a second where 12.5 were planned."""
+    show(site, page, run_place(site.runs["late"]))
+    expect(page.locator(".tile", has_text="of planned speed")).to_contain_text("80%")
+    axis = page.get_by_label("x axis")
+    axis.select_option("time")
+    canvas = page.locator('[data-metric="loss"] canvas')
+    wait_until(lambda: drawn(page, "loss", AMBER)() > 50, "the validations are drawn")
+    begins = [canvas.evaluate(LEFTMOST, color) for color in (BLUE, AMBER)]
+    axis.select_option("step")  # it is remembered
+    assert begins[0] < 0.3 and begins[1] > 0.45, begins
+
+
 def test_the_tabs_show_ranks_settings_diagnostics_logs_and_media(site: Site, page: Page) -> None:
     run, other = site.runs["sweep0"], site.runs["sweep3"]
     show(site, page, run_place(run, "speed"))
@@ -423,6 +458,23 @@ def test_a_run_without_a_finite_value_is_named_where_it_is_not_drawn(site: Site,
     expect(page.locator('[data-metric="gap"] figcaption')).to_contain_text("no finite value: synthetic ")
 
 
+def test_tabs_in_the_background_leave_connections_to_the_one_that_is_seen(site: Site, page: Page) -> None:
+    """A browser has six of them to a server."""
+    hidden = [site.context.new_page() for _ in range(6)]
+    for tab in hidden:
+        tab.add_init_script(
+            "Object.defineProperty(document, 'hidden', { get: () => window.isHidden ?? true })"
+        )
+        show(site, tab, "")
+    show(site, page, run_place(site.runs["sweep0"]))
+    wait_until(drawn(page, "loss", BLUE), "the curve is drawn")
+    assert hidden[0].locator(".runs").count() == 0
+    hidden[0].evaluate("window.isHidden = false; document.dispatchEvent(new Event('visibilitychange'))")
+    expect(hidden[0].locator(".runs")).to_be_visible()
+    for tab in hidden:
+        tab.close()
+
+
 # --- who writes the runs is not trusted
 
 
@@ -452,7 +504,30 @@ def test_without_the_token_there_is_no_page(site: Site) -> None:
     for place in ("/static/..%2fapp.py", "/static/%2e%2e/%2e%2e/cli/web.py", "/..%2f..%2fetc/passwd"):
         assert site.context.request.get(f"{site.base}{place}").status == 404
     (cookie,) = site.context.cookies()
-    assert cookie["httpOnly"] and cookie["sameSite"] == "Strict"
+    assert cookie["httpOnly"] and cookie["sameSite"] == "Lax"
+
+
+def test_a_link_on_another_page_opens_it(site: Site) -> None:
+    """Such as the address in a terminal of JupyterLab: the browser knows that another site has sent it here."""
+    link = f'<a href="{site.url}">open</a>'
+    for _ in range(3):  # a cluster of another test may add its network meanwhile: then the browser gives up
+        stranger = site.browser.new_context()
+        stranger.route(
+            "http://jupyter.example/",
+            lambda route: route.fulfill(body=link, content_type="text/html"),
+        )
+        tab = stranger.new_page()
+        tab.goto("http://jupyter.example/")
+        tab.get_by_role("link").click()
+        try:
+            expect(tab.locator("h1")).to_have_text("Runs", timeout=LIMIT_MS / 4)
+        except AssertionError:
+            text = tab.locator("body").inner_text()
+        else:
+            return
+        finally:
+            stranger.close()
+    pytest.fail(text)
 
 
 def test_what_is_asked_elsewhere_would_be_noticed(site: Site) -> None:

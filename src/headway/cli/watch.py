@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from headway.watch.runs import resolve, summarize
 from headway.watch.terminal import follow, layout, watch
 from headway.watch.terminal.screen import Selection
 from headway.watch.view import RunView
+from headway.watch.web.blocks import to_json
 
 _LOOK_S = 10.0
 _EXAMPLES = """\
@@ -78,7 +78,7 @@ def _alerting(options: argparse.Namespace, report: Callable[[str], object]) -> A
 
 def _show(runs: Sequence[Run], options: argparse.Namespace) -> None:
     if options.json:
-        print(json.dumps(asdict(RunView(runs[0]).refresh()), default=str))
+        print(to_json(asdict(RunView(runs[0]).refresh())).decode())
     elif options.once:
         _print_once(runs[0])
     elif sys.stdout.isatty():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,11 +14,12 @@ import yaml
 
 from headway.errors import unknown_name
 from headway.launcher.sweep import SweepMember
+from headway.record.sinks.rows import RestartDetector
 from headway.run import Run
 from headway.run.info import DAMAGED
 from headway.run.plain import leaves
 from headway.watch.runs import RunSummary, metric_rows, summarize
-from headway.watch.view.series import Series, sparkline
+from headway.watch.view.series import LARGEST_VALUE, Series, sparkline
 from headway.watch.view.source import read_text
 
 Better = Literal["min", "max"]
@@ -149,25 +149,40 @@ History = dict[str, list[tuple[int, float | str]]]
 
 
 def _history(run: Run) -> History:
-    """Returns all values of each metric by step. A resumed run repeats steps: the later values count.
+    """Returns all values of each metric by step. Steps that a restart repeats count once, what it abandons does not.
 
     What log points have is not taken from the rows of epochs, too: those are means over the epoch.
     """
-    points: dict[str, dict[int, float | str]] = {}
-    epochs: dict[str, dict[int, float | str]] = {}
+    points: History = {}
+    epochs: History = {}
+    restarts = RestartDetector()
     for row in metric_rows(run):
+        step, metrics = row["step"], row["metrics"]
+        if row.get("kind") == "train" and restarts.observe(step, metrics):
+            for values in (*points.values(), *epochs.values()):
+                _cut(values, step)
         found = epochs if row.get("kind") == "epoch" else points
-        for name, value in row["metrics"].items():
+        for name, value in metrics.items():
             if isinstance(value, int | float | str):
-                found.setdefault(name, {})[int(row["step"])] = value
-                (points if found is epochs else epochs).setdefault(name, {})  # names in the order of the file
-    return {name: sorted((points[name] or epochs[name]).items()) for name in points}
+                for each in (points, epochs):  # names in the order of the file
+                    each.setdefault(name, [])
+                _cut(found[name], step)
+                found[name].append((step, value))
+    return {name: values for name in points if (values := points[name] or epochs[name])}
+
+
+def _cut(values: list[tuple[int, float | str]], step: int) -> None:
+    """Forgets `step` and what follows it."""
+    while values and values[-1][0] >= step:
+        values.pop()
 
 
 def _metric(values: Sequence[tuple[int, float | str]], better: Better | None) -> Metric:
     if not values:
         return Metric()
-    finite = [(step, value) for step, value in values if not isinstance(value, str) and math.isfinite(value)]
+    finite = [
+        (step, value) for step, value in values if not isinstance(value, str) and abs(value) <= LARGEST_VALUE
+    ]
     series = Series()
     for at, number in finite:
         series.add(at, 0.0, float(number))

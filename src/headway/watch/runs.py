@@ -29,6 +29,8 @@ from headway.system.jsonlines import is_count, is_time
 from headway.system.text import plural
 
 _HEARTBEAT_WAIT_S = 2.5 * lock.HEARTBEAT_S
+_END_BYTES = (1 << 14, 1 << 20)
+"""where the newest row of a file is looked for"""
 
 
 @final
@@ -278,7 +280,11 @@ def _as_lost(summary: RunSummary) -> RunSummary:
 
 def last_metrics(run: Run) -> dict[str, Any]:
     """Returns the newest row of rank 0's metrics file that has metrics; empty if there is none."""
-    return next(filter(_has_metrics, jsonlines.read_reversed(run.metrics_file(0))), {})
+    file = run.metrics_file(0)
+    for limit_bytes in _END_BYTES:  # most rows are short
+        for row in filter(_has_metrics, jsonlines.read_reversed(file, limit_bytes=limit_bytes)):
+            return row
+    return {}
 
 
 def metric_rows(run: Run) -> Iterator[dict[str, Any]]:

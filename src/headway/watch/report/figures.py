@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import cycle
 
 from headway.watch.view.series import Series, is_noisy, smoothed
 
@@ -15,10 +16,16 @@ _MANY_POINTS = 40
 
 
 def curves(named: Mapping[str, Series]) -> str:
-    """Draws curves over the same steps: the values; of many noisy ones these thin, and a moving average bold."""
-    drawn = {name: series for name, series in named.items() if series.steps}
+    """Draws curves over the same steps: the values; of many noisy ones these thin, and a moving average bold.
+
+    Values that are not finite cannot be drawn: the caption counts them.
+    """
+    known = {name: series for name, series in named.items() if series.steps or series.non_finite}
+    colors = dict(zip(known, cycle(COLORS), strict=False))
+    keys = "".join(_key(name, series, colors[name]) for name, series in known.items())
+    drawn = {name: series for name, series in known.items() if series.steps}
     if not drawn:
-        return ""
+        return f"<figure><figcaption>{keys}</figcaption></figure>" if keys else ""
     steps = [step for series in drawn.values() for step in (series.steps[0], series.steps[-1])]
     low, high = _range(list(drawn.values()))
     first, last = min(steps), max(steps)
@@ -31,10 +38,10 @@ def curves(named: Mapping[str, Series]) -> str:
         return _TOP + (high - inside) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts, has_averages = [_axes(low, high, first, last)], False
-    for number, (name, series) in enumerate(drawn.items()):
-        color = COLORS[number % len(COLORS)]
+    for name, series in drawn.items():
+        color = colors[name]
         points = list(zip(series.steps, series.means, strict=True))
-        title = f"<title>{escape(name)}: last {series.means[-1]:.5g}</title>"
+        title = f"<title>{escape(name)}: last {_last(series):.5g}</title>"
         if len(points) == 1:
             parts.append(
                 f"<circle cx={x(points[0][0]):.1f} cy={y(points[0][1]):.1f} r=3 fill={color}>{title}</circle>"
@@ -53,14 +60,19 @@ def curves(named: Mapping[str, Series]) -> str:
             parts.append(
                 f"<polyline points='{smooth}' fill=none stroke={color} stroke-width=2>{title}</polyline>"
             )
-    keys = "".join(
-        f"<span class=item><i class=key style='background:{COLORS[number % len(COLORS)]}'></i>{escape(name)} "
-        f"<b>{series.means[-1]:.4g}</b></span>"
-        for number, (name, series) in enumerate(drawn.items())
-    )
     drawing = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}'>{''.join(parts)}</svg>"
     note = "<span class=item>bold: moving average</span>" if has_averages else ""
     return f"<figure><figcaption>{keys}{note}</figcaption>{drawing}</figure>"
+
+
+def _key(name: str, series: Series, color: str) -> str:
+    bad = f" <b class=bad>{series.non_finite:,} not finite</b>" if series.non_finite else ""
+    key = f"<i class=key style='background:{color}'></i>{escape(name)}"
+    return f"<span class=item>{key} <b>{_last(series):.4g}</b>{bad}</span>"
+
+
+def _last(series: Series) -> float:
+    return series.means[-1] if series.last is None else series.last
 
 
 def _range(series: Sequence[Series]) -> tuple[float, float]:

@@ -25,6 +25,8 @@ from headway.watch.view.source import clean, clean_indented, last_lines, newest_
 _MAX_FIGURES = 24
 _MAX_MESSAGES = 100
 _DIFF_BYTES = 1 << 18
+_ZONED = "%Y-%m-%d %H:%M:%S %Z"
+"""with the time zone, which is that of all times: a report is read elsewhere"""
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #dde1e8; --paper: #fff; --card: #f6f8fa; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa3b2; --line: #333b48; --paper: #13171d;
@@ -35,7 +37,7 @@ h1 { font-size: 1.35rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2.2rem 0 
 .soft, figcaption, summary { color: var(--soft); } .verdict { font-size: 1.1rem; padding: .6rem .9rem;
   margin: .8rem 0; border-left: 5px solid var(--soft); background: var(--card); }
 .done { border-color: #4a9d6f; } .failed, .lost { border-color: #b5534f; } .running { border-color: #3b6fb6; }
-.stopped, .interrupted, .cancelled { border-color: #e08a3c; }
+.stopped, .interrupted, .cancelled { border-color: #e08a3c; } .bad { color: #b5534f; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: .6rem; }
 .cards div { background: var(--card); border-radius: 6px; padding: .5rem .8rem; }
 .cards b { display: block; font-size: 1.25rem; } .cards span { color: var(--soft); font-size: .85rem; }
@@ -87,7 +89,7 @@ def render(run: Run, *, price: float | None = None) -> str:
         _settings(run, info),
         _code(run, info),
         _environment(run),
-        f"<p class=soft>headway {escape(__version__)}, {_moment(snapshot.time)}, {escape(str(run.path))}</p>",
+        f"<p class=soft>headway {escape(__version__)}, {_moment(snapshot.time, _ZONED)}, {escape(str(run.path))}</p>",
     ]
     head = (
         "<meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'>"
@@ -112,7 +114,7 @@ def _title(snapshot: Snapshot, info: Mapping[str, Any]) -> str:
     why = f"<br>{escape(header.why)}" if header.why else ""
     where = f"{plural(header.nodes, 'node')} x {header.world_size // header.nodes} {header.device}"
     return (
-        f"<h1>{escape(header.id)}</h1><p class=soft>{escape(where)}, began {_moment(header.began)}"
+        f"<h1>{escape(header.id)}</h1><p class=soft>{escape(where)}, began {_moment(header.began, _ZONED)}"
         f"<br><code>{escape(clean(line, 500))}</code></p>"
         f"<p class='verdict {escape(header.state)}'><b>{escape(header.state)}</b> {step} in "
         f"{format_duration(header.elapsed_s)}{best}{why}</p>"
@@ -143,7 +145,7 @@ def _best(named: Mapping[str, Series]) -> list[tuple[str, float, int]]:
     found = []
     for name, series in named.items():
         better: Better | None = better_of(name)
-        if better is None or not series.means or "train" in name:
+        if better is None or not series.means or name.startswith("train"):
             continue
         values = series.lows if better == "min" else series.highs
         best = (min if better == "min" else max)(values)
@@ -355,5 +357,5 @@ def _lines(text: str) -> str:
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+def _moment(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime(form)

@@ -10,8 +10,11 @@ from headway.run.status import OVER
 from headway.system.text import format_duration
 from headway.watch.terminal.screen import ordered_curves
 from headway.watch.view import RunView, Snapshot
+from headway.watch.view.snapshot import Message
 
 _METRICS = 3
+_LOST_LOOKS = 3
+"""a file system that stalls makes a run on another machine look lost for a while"""
 
 
 def follow(view: RunView, show: Callable[[str], object], *, every_s: float = 10.0) -> Snapshot:
@@ -20,15 +23,18 @@ def follow(view: RunView, show: Callable[[str], object], *, every_s: float = 10.
     >>> follow(RunView(run), print)
     14:30:05 running, step 4,200 of 10,000 (42%), train/loss 0.51, 12,400 samples/s, ETA 1h12m, saved 3m10s ago
     """
-    shown = 0.0
+    shown: set[Message] = set()
+    looks = 0  # at a run that looks lost
     while True:
         snapshot = view.refresh()
-        for message in snapshot.messages:
-            if message.time > shown:
+        for message in snapshot.messages:  # of several ranks, whose clocks differ
+            if message not in shown:
                 show(f"{_clock(message.time)} {message.kind}: {message.text}")
-                shown = message.time
+        shown = set(snapshot.messages)
         show(f"{_clock(snapshot.time)} {describe(snapshot)}")
-        if snapshot.header.state in OVER:
+        header = snapshot.header
+        looks = looks + 1 if header.state == "lost" and not header.is_certain else 0
+        if header.state in OVER and not 0 < looks < _LOST_LOOKS:
             for line in snapshot.failure.traceback if snapshot.failure else ():
                 show(line)
             return snapshot

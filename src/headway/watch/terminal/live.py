@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import termios
@@ -23,6 +24,9 @@ from headway.watch.view.source import clean_indented, last_lines
 
 REFRESH_S = 1.0
 _KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "n", "\x1b[D": "p", "\x03": "q", "\x1b": "m"}
+_KEY = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[^\[O])?|.", re.DOTALL)
+"""a character, or what a terminal sends for an arrow, a function key, or a key with Alt"""
+_TYPED_BYTES = 1 << 10
 _CYCLE_MOST = 0.08
 """fraction of a core that the screen may take: a refresh that takes long is followed by a longer pause"""
 
@@ -48,10 +52,11 @@ def watch(runs: Sequence[Run], console: Console, *, refresh_s: float = REFRESH_S
                 size = console.size
                 lines = layout(watcher.snapshot, size.width, size.height, watcher.chosen)
                 live.update(Group(*lines), refresh=True)
-                key = read_key(descriptor, max(0.0, deadline - time.monotonic()))
-                if key == "q":
+                keys = read_keys(descriptor, max(0.0, deadline - time.monotonic()))
+                if "q" in keys:
                     return
-                if key is None or watcher.press(key):
+                is_other = [watcher.press(key) for key in keys]
+                if not keys or any(is_other):
                     break
 
 
@@ -114,12 +119,12 @@ def raw_keys() -> Iterator[int | None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def read_key(descriptor: int | None, timeout_s: float) -> str | None:
-    """Returns the next key; None if there is none in time."""
+def read_keys(descriptor: int | None, timeout_s: float) -> list[str]:
+    """Returns the keys that were pressed, several if one is held down; none if there is none in time."""
     if descriptor is None:
         time.sleep(timeout_s)
-        return None
+        return []
     if not select.select([descriptor], [], [], timeout_s)[0]:
-        return None
-    typed = os.read(descriptor, 16).decode("utf-8", "replace")
-    return _KEYS.get(typed, typed[:1]) if typed else "q"  # the terminal is gone
+        return []
+    typed = os.read(descriptor, _TYPED_BYTES).decode("utf-8", "replace")
+    return [_KEYS.get(key, key) for key in _KEY.findall(typed)] or ["q"]  # the terminal is gone

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
+from headway.record.sinks.rows import RestartDetector
 from headway.run import Run
 from headway.system.jsonlines import is_count, is_number, is_time
-from headway.watch.view.series import Series
+from headway.watch.view.series import LARGEST_VALUE, Series
 from headway.watch.view.snapshot import DatasetRow
 from headway.watch.view.source import Row, RowTail, clean
 
@@ -19,6 +21,8 @@ _KEPT_BYTES = 1 << 19
 _THOROUGH_BYTES = 1 << 30
 """of a longer file the rest is sampled in any case: a file may have any size without having any content"""
 _PLACES = 400
+_RARE = (b'{"kind": "validation"', b'{"kind": "epoch"')
+"""how rows begin of which a sample would have none"""
 _RECENT = 50
 """log points from which speeds are computed"""
 _MAX_CURVES = 400
@@ -70,17 +74,24 @@ class MetricRows:
         """samples of all ranks so far"""
         self.worlds: Sequence[tuple[float, int]] = ()
         """begin and number of ranks of each attempt"""
+        self.began: float | None = None
+        """time of the first row"""
         self.is_sampled = False
         """whether rows between the sampled ones were skipped"""
         self._path, self._run_path = run.metrics_file(0), run.path
         self._parts: list[FilePart] = []
         self._is_gap = False  # between the last row and the next one rows were skipped
+        self._restarts, self._attempt_began = RestartDetector(), 0.0
         self._counted = 0  # samples of rank 0's loader, by its own count
         self._tail = RowTail(run.path, run.metrics_file(0))
         self._thorough, self._begun = thorough, False
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._paces: deque[float] = deque(maxlen=4 * _RECENT)
         self._pause_s = 0.0
+        self.longest_gap_s, self._row_time = (
+            0.0,
+            math.inf,
+        )  # between two rows of an attempt, and of the newest
         self._names: dict[str, str] = {}  # of metrics, as they may be shown
 
     def refresh(self) -> bool:
@@ -92,12 +103,11 @@ class MetricRows:
             if self._tail.size > whole:
                 self.is_sampled = True
                 self._tail.skip_to_end(kept)
-                for row in self._tail.sample(_PLACES):
+                for row in self._tail.sample(_PLACES, _RARE):
                     self._add(row)
                 self.phases.clear()  # between two of these rows are more steps than those of a log point
                 self._is_gap = True
-                self._recent.clear()
-                self._paces.clear()
+                self.forget_pace()
         end = self._tail.size  # what is written meanwhile is for the next time
         while True:
             at = self._tail.offset
@@ -112,6 +122,7 @@ class MetricRows:
         """Starts the speeds again: another attempt has begun, perhaps on other machines."""
         self._recent.clear()
         self._paces.clear()
+        self.longest_gap_s, self._row_time = 0.0, math.inf
 
     def within(self, name: str, first_step: int, last_step: int) -> Series | None:
         """Returns a curve in a range of steps, from the file again: with every row, if the range is short enough.
@@ -124,11 +135,13 @@ class MetricRows:
         known = self.curves.get(name)
         if not parts or known is None or len(parts) > _MAX_PARTS or self._parts[0].first_step > first_step:
             return None
-        found = Series(of_epochs=known.of_epochs)
+        found, restarts = Series(of_epochs=known.of_epochs), RestartDetector()
         for row in self._rows_of(parts):
             step, time, metrics = row.get("step"), row.get("time"), row.get("metrics")
             if not is_count(step) or not is_time(time) or not isinstance(metrics, dict):
                 continue
+            if row.get("kind") == "train" and restarts.observe(step, metrics):
+                found.cut(step)
             if row.get("kind") == "epoch" and not known.of_epochs:
                 continue
             for given, value in metrics.items():
@@ -210,6 +223,7 @@ class MetricRows:
         kind, step, time = row.get("kind"), row.get("step"), row.get("time")
         if not is_count(step) or not is_time(time):
             return
+        self.began = float(time) if self.began is None else self.began
         if kind in ("train", "validation"):
             self._add_log_point(row, step)
         metrics = row.get("metrics")
@@ -247,18 +261,41 @@ class MetricRows:
         if isinstance(data, dict):
             self.data = data
         if row["kind"] == "train":
-            before = self.last
-            self._add_phases(row, step, step - before["step"] if before else step)
-            self._add_samples(row, step)
-            if before and step > before["step"]:
-                passed = row["time"] - before["time"] - self._pause_s
-                if passed > 0:
-                    self._paces.append(passed / (step - before["step"]))
-            elif before:
-                self.forget_pace()
-            self._extend_range(step, float(row["time"]))
-            self.last, self._pause_s = row, 0.0
+            self._add_steps(row, step)
+        self.longest_gap_s = max(self.longest_gap_s, row["time"] - self._row_time)
+        self._row_time = float(row["time"])
         self._recent.append(row)
+
+    def _add_steps(self, row: Row, step: int) -> None:
+        """Adds the steps between the log point before and this one."""
+        before, time = self.last, float(row["time"])
+        attempt = next((each for each in reversed(self.worlds) if each[0] <= time), (0.0, 1))
+        is_continued = attempt[0] == self._attempt_began
+        self._attempt_began = attempt[0]
+        if self._restarts.observe(step, _metrics(row)):
+            self._forget(step)
+        elif before and step == before["step"]:  # another log point of it, such as at the end of an epoch
+            self.last, self._pause_s = before | {"time": time}, 0.0
+            return
+        elif before and is_continued:
+            passed = time - before["time"] - self._pause_s
+            if passed > 0:
+                self._paces.append(passed / (step - before["step"]))
+        elif before:  # what was between two attempts is not the pace of either
+            self.forget_pace()
+        self._add_phases(row, step, step - before["step"] if before else step)
+        self._add_samples(row, step, ranks=attempt[1], is_continued=is_continued)
+        self._extend_range(step, time)
+        self.last, self._pause_s = row, 0.0
+
+    def _forget(self, step: int) -> None:
+        """Forgets what an earlier attempt wrote at `step` and after it: a restart repeats these steps."""
+        self.forget_pace()
+        for series in self.curves.values():
+            series.cut(step)
+        self.curves = {
+            name: series for name, series in self.curves.items() if series.steps or series.non_finite
+        }
 
     def _extend_range(self, step: int, time: float) -> None:
         last = self.step_ranges[-1] if self.step_ranges else None
@@ -279,14 +316,14 @@ class MetricRows:
             series = self.phases.setdefault(phase, Series())
             series.add(step, float(row["time"]), seconds.get(phase, 0.0) / steps)
 
-    def _add_samples(self, row: Row, step: int) -> None:
+    def _add_samples(self, row: Row, step: int, *, ranks: int, is_continued: bool) -> None:
         """Counts samples from rank 0's counter, which begins again with each attempt."""
         counters = self.data.get("train", next(iter(self.data.values()), None)) if self.data else None
         count = counters.get("samples") if isinstance(counters, dict) else None
         if not is_count(count):
             return
-        ranks = next((size for begin, size in reversed(self.worlds) if begin <= row["time"]), 1)
-        if self.samples.steps and (count < self._counted or step <= self.samples.steps[-1]):
+        is_repeated = bool(self.samples.steps) and step <= self.samples.steps[-1]
+        if is_repeated or not is_continued or count < self._counted:
             self.samples.cut(step)
             self._counted = 0
         before = self.samples.highs[-1] if self.samples.highs else 0.0
@@ -301,10 +338,19 @@ def _seconds(row: Row) -> dict[str, float]:
     return {phase: float(s) for phase, s in found.items() if is_number(s) and s > 0}
 
 
+def _metrics(row: Row) -> Mapping[str, Any]:
+    found = row.get("metrics")
+    return found if isinstance(found, dict) else {}
+
+
 def _number(value: object) -> float | None:
-    if is_number(value) or value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None
+    """Returns the value of a metric, which may be of any size; one too large to be computed with is infinite."""
+    if value in ("nan", "inf", "-inf"):
+        return float(str(value))
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    number = float(value)
+    return number if not abs(number) > LARGEST_VALUE else math.copysign(math.inf, number)
 
 
 def _dataset(name: str, counters: Mapping[str, Any]) -> DatasetRow:

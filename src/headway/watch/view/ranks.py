@@ -11,7 +11,7 @@ from typing import Any, final
 from headway.run import Run
 from headway.system.jsonlines import is_count, is_number, is_time
 from headway.watch.view.snapshot import RankRow
-from headway.watch.view.source import Row, RowTail, clean
+from headway.watch.view.source import LINE_BYTES, Row, RowTail, clean
 
 # as in headway.train.metrics.stragglers, whose package imports torch
 SLOW_FACTOR = 1.3
@@ -56,9 +56,8 @@ class RankTable:
         tail = self._tails.get(rank)
         if tail is None:
             tail = self._tails[rank] = RowTail(self._run.path, self._run.metrics_file(rank))
-        tail.skip_to_end(_KEPT_BYTES)
         rows = self._rows.setdefault(rank, deque(maxlen=_KEPT_ROWS))
-        rows.extend(row for row in tail.read(2 * _KEPT_BYTES) if is_log_point(row))
+        rows.extend(filter(is_log_point, _read_end(tail)))
 
     def rows(self, nodes: Mapping[str, Mapping[str, Any]]) -> list[RankRow]:
         """Returns all ranks, the slowest first; `nodes` are the newest device samples by host."""
@@ -108,6 +107,17 @@ class RankTable:
             if points >= SLOW_LOG_POINTS:
                 found |= {rank for rank in slow if lost[rank] >= MIN_LOST_S}
         return found
+
+
+def _read_end(tail: RowTail) -> list[Row]:
+    """Returns the newest rows of a file, of those that are new. One with many metrics may be longer than usual."""
+    before, kept_bytes = tail.offset, _KEPT_BYTES
+    while True:
+        tail.skip_to_end(kept_bytes)
+        rows = tail.read(2 * kept_bytes)
+        if rows or tail.offset == before or kept_bytes > LINE_BYTES:
+            return rows
+        tail.offset, kept_bytes = before, 4 * kept_bytes
 
 
 def is_log_point(row: Row) -> bool:

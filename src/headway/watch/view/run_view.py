@@ -35,7 +35,8 @@ _MAX_NODES = 4096
 _MAX_WARNING_RANKS = 256
 _SILENT_S = 30.0
 _SILENT_LOG_POINTS = 5
-"""a run is silent after so many times the usual time between log points, and at least `_SILENT_S`"""
+_SILENT_GAPS = 2
+"""a run is silent after so many times the usual and the longest time between log points, and at least `_SILENT_S`"""
 _MESSAGE_KINDS = frozenset(
     {"warning", "straggler", "plan", "weights", "restart", "stopped", "failed", "interrupted"}
 )
@@ -83,8 +84,7 @@ class RunView:
         self._thorough = thorough
         self.metrics = MetricRows(run, thorough=thorough)
         self.ranks = RankTable(run)
-        self.events: deque[Row] = deque(maxlen=_MAX_MESSAGES)
-        """starts, checkpoints, warnings and ends, the oldest first"""
+        self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)  # checkpoints would crowd them out
         self._tails: dict[str, RowTail] = {}
         self._nodes: dict[str, Row] = {}
         self._stage: Row = {}
@@ -130,7 +130,7 @@ class RunView:
             nodes=list(self._nodes.values()),
             data=self.metrics.datasets(),
             safety=self._safety(now),
-            messages=[_message(row) for row in self.events if row.get("kind") in _MESSAGE_KINDS],
+            messages=list(self._messages),
             failure=self._failure() if now.state == "failed" else None,
         )
 
@@ -163,7 +163,7 @@ class RunView:
             elif row.get("kind") in ("start", "restart"):
                 self._ends = row.get("ends")
             self._event_time = max(self._event_time, row["time"])
-        self.events.extend(new)
+        self._messages.extend(_message(row) for row in new if row["kind"] in _MESSAGE_KINDS)
 
     def _read_nodes(self, since: float) -> None:
         for path in self._listed(self.run.nodes_dir, r"[\w.-]+\.jsonl")[:_MAX_NODES]:
@@ -174,6 +174,8 @@ class RunView:
             for row in tail.read(1 << 15):
                 if is_time(row.get("time")) and row["time"] >= since:
                     self._nodes[path.stem] = sane_node(row)
+        # of an attempt on other nodes, these are not devices of the run any more
+        self._nodes = {name: row for name, row in self._nodes.items() if row["time"] >= since}
 
     def _listed(self, directory: Path, pattern: str) -> list[Path]:
         try:
@@ -223,6 +225,7 @@ class RunView:
             path=str(self.run.path),
             state="starting" if is_starting else now.state,
             why=clean(now.why, 1000),
+            is_certain=now.certain,
             step=step,
             total_steps=end,
             first_step=first,
@@ -235,7 +238,7 @@ class RunView:
             elapsed_s=self._earlier_s
             + _total_s(attempt_spans(self.run, attempts[-1:], is_running=now.state == "running")),
             eta_s=(end - step) * pace if running and end and step is not None and pace else None,
-            silent_s=self._silent_s() if running else None,
+            silent_s=self._silent_s(started) if running else None,
             attempts=len(attempts),
             job=_job(read_object(self.run.path, self.run.submission_file), attempts),
             nodes=_positive(world.get("nodes")),
@@ -243,11 +246,16 @@ class RunView:
             device=clean(world.get("device", ""), 40),
         )
 
-    def _silent_s(self) -> float | None:
-        """Returns for how long no row and no event was written, if that is unusual."""
-        usual_s = self.metrics.log_point_s or 0.0
-        silent_s = time.time() - max(self.metrics.last["time"], self._event_time)
-        return silent_s if silent_s > max(_SILENT_S, _SILENT_LOG_POINTS * usual_s) else None
+    def _silent_s(self, started: float) -> float | None:
+        """Returns for how long no row and no event was written, if that is unusual.
+
+        Until there are two log points, the first one tells how long one takes.
+        """
+        rows = self.metrics
+        usual_s = rows.last["time"] - started if rows.log_point_s is None else rows.log_point_s
+        limit_s = max(_SILENT_S, _SILENT_LOG_POINTS * usual_s, _SILENT_GAPS * rows.longest_gap_s)
+        silent_s = time.time() - max(rows.last["time"], self._event_time)
+        return silent_s if silent_s > limit_s else None
 
     def _speed(self) -> Speed:
         median, p95 = self.metrics.step_s

@@ -10,6 +10,8 @@ from typing import final
 
 CAPACITY = 2048
 """points of a curve, more than a screen has columns"""
+LARGEST_VALUE = 1e290
+"""beyond, sums of values would not be finite"""
 _DECAY = 0.9
 _SMOOTHED_PARTS = 500
 """of a curve: a moving average forgets a tenth with each"""
@@ -32,6 +34,8 @@ class Series:
     lows: list[float] = field(default_factory=list)
     highs: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    gaps: list[int] = field(default_factory=list)
+    """values that were not numbers, between this point and the next"""
     of_epochs: bool = False
     """whether only epochs have such values, and log points do not"""
     last: float | None = None
@@ -48,6 +52,8 @@ class Series:
         self.last = value
         if not math.isfinite(value):
             self.non_finite += 1
+            if self.gaps:
+                self.gaps[-1] += 1
             return
         if len(self.steps) >= CAPACITY and self.counts[-1] >= self.stride:
             self._merge()
@@ -60,12 +66,17 @@ class Series:
             self.lows.append(value)
             self.highs.append(value)
             self.counts.append(1)
+            self.gaps.append(0)
 
     def cut(self, step: int) -> None:
         """Forgets `step` and what follows it."""
+        if not self.steps or self.steps[-1] < step:
+            return
         while self.steps and self.steps[-1] >= step:
+            self.non_finite -= self.gaps[-1]
             for column in self._columns():
                 column.pop()
+        self.last = self.means[-1] if self.means else math.nan if self.non_finite else None
 
     def _extend(self, step: int, time: float, value: float) -> None:
         """Adds a value to the last point."""
@@ -75,7 +86,7 @@ class Series:
         self.means[-1] += (value - self.means[-1]) / self.counts[-1]
 
     def _columns(self) -> tuple[list[int] | list[float], ...]:
-        return self.steps, self.times, self.means, self.lows, self.highs, self.counts
+        return self.steps, self.times, self.means, self.lows, self.highs, self.counts, self.gaps
 
     def _merge(self) -> None:
         """Merges each two neighbors into one point."""
@@ -89,6 +100,7 @@ class Series:
                 min(a[3], b[3]),
                 max(a[4], b[4]),
                 a[5] + b[5],
+                a[6] + b[6],
             )
             for a, b in zip(points[:even:2], points[1:even:2], strict=True)
         ]

@@ -21,6 +21,8 @@ class Header:
     state: str
     """that of `headway runs`, and "starting" before the first row of an attempt"""
     why: str
+    is_certain: bool
+    """False where a heartbeat on another machine, or a scheduler that does not answer, may say otherwise soon"""
     step: int | None
     total_steps: int | None
     """the step at which the current stage ends"""

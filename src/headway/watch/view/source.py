@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -13,10 +14,14 @@ from headway.system.jsonlines import parse_json
 
 Row = dict[str, Any]
 
-_LINE_BYTES = 1 << 18
+LINE_BYTES = 1 << 18
 """a longer line is skipped"""
 _CHUNK_BYTES = 1 << 20
-_SAMPLED_BYTES = 1 << 13
+_SAMPLED_BYTES = (1 << 13, 1 << 17)
+"""the least and the most that is read to sample a line; a run with many metrics has long ones"""
+_SCANNED_BYTES = 1 << 26
+"""a tenth of a second; of a longer part of a file, rare lines are as likely in a sample as others"""
+_MAX_RARE_LINES = 100_000
 _LINE_CHARACTERS = 600
 _TEXT_BYTES = 1 << 20
 
@@ -120,7 +125,7 @@ def lines_before(
 def parse(lines: Iterable[bytes]) -> Iterator[Row]:
     """Yields the lines that are JSON objects of a sane size."""
     for line in lines:
-        if not line or len(line) > _LINE_BYTES:
+        if not line or len(line) > LINE_BYTES:
             continue
         try:
             row = parse_json(line)
@@ -164,7 +169,7 @@ class RowTail:
             file.seek(self.offset)
             data = file.read(limit_bytes)
         end = data.rfind(b"\n") + 1
-        if not end and len(data) >= min(limit_bytes, _LINE_BYTES):
+        if not end and len(data) >= min(limit_bytes, LINE_BYTES):
             end = len(data)  # a part of a line that is too long, which does not parse
         self.offset += end
         return list(parse(data[:end].split(b"\n")))
@@ -173,13 +178,49 @@ class RowTail:
         """Goes on at most `keep_bytes` before the end; the first line may then be a part of one, which is skipped."""
         self.offset = max(self.offset, self.size - keep_bytes)
 
-    def sample(self, places: int) -> Iterator[Row]:
-        """Yields a row from each of `places` places, evenly spread over what is before the offset."""
+    def sample(self, places: int, rare: Sequence[bytes] = ()) -> Iterator[Row]:
+        """Yields a row from each of `places` places, evenly spread over what is before the offset, in its order.
+
+        Rows whose lines begin with one of `rare` are among them, too: of the newest 64 MiB all, or ten times as many as
+        there are places.
+        """
         file = open_regular(self._root, self._path)
         if file is None:
             return
         with file:
-            for number in range(places):
-                file.seek(self.offset * number // places)
-                lines = file.read(_SAMPLED_BYTES).split(b"\n")
-                yield from parse((lines[0] if number == 0 else lines[1],) if len(lines) > 2 else ())
+            found = (islice(self._find_lines(file, beginning), _MAX_RARE_LINES) for beginning in rare)
+            begins = sorted(chain.from_iterable(found))
+            begins = begins[:: 1 + len(begins) // (10 * places)]
+            spread = [(self.offset * number // places, number == 0) for number in range(places)]
+            for at, is_begin in sorted([*spread, *((begin, True) for begin in begins)]):
+                file.seek(at)
+                ends = 1 if is_begin else 2
+                lines = _read_lines(file, ends).split(b"\n", ends)
+                yield from parse(lines[-2:-1] if len(lines) > ends else ())
+
+    def _find_lines(self, file: BinaryIO, beginning: bytes) -> Iterator[int]:
+        """Yields where lines begin so, in the newest part of what is before the offset."""
+        wanted = b"\n" + beginning
+        begin = max(0, self.offset - _SCANNED_BYTES)
+        while begin < self.offset:
+            file.seek(begin)
+            data = file.read(min(_CHUNK_BYTES, self.offset - begin))
+            if len(data) < len(wanted):
+                return
+            at = data.find(wanted)
+            while at >= 0:
+                yield begin + at + 1
+                at = data.find(wanted, at + 1)
+            begin += len(data) - len(wanted) + 1  # a line may begin at the end of what was read
+
+
+def _read_lines(file: BinaryIO, count: int) -> bytes:
+    """Reads until there are so many ends of lines, within `_SAMPLED_BYTES`."""
+    least, most = _SAMPLED_BYTES
+    data = b""
+    while data.count(b"\n") < count and len(data) < most:
+        more = file.read(max(least, len(data)))
+        if not more:
+            break
+        data += more
+    return data

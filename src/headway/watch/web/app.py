@@ -126,7 +126,7 @@ class _Answers:
         points = min(curves.MAX_POINTS, _number(request, "points") or curves.MAX_POINTS)
         first, last = _number(request, "from"), _number(request, "to")
         found = [curves.curve(metrics, name, points, first, last) for name in names]
-        return {"curves": [each for each in found if each], "is_whole": is_whole}
+        return {"curves": [each for each in found if each], "began": metrics.began, "is_whole": is_whole}
 
     @_answered
     def phases(self, request: Request) -> Any:

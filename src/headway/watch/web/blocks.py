@@ -21,12 +21,12 @@ _MAX_MESSAGES = 100
 
 def blocks(snapshot: Snapshot) -> dict[str, Any]:
     """Returns everything that the page of a run shows, curves and files aside."""
-    speed = asdict(snapshot.speed)
+    planned = next((each.planned.value for each in snapshot.plan if each.what == "step"), None)
     return {
         "time": snapshot.time,
         "header": asdict(snapshot.header) | {"progress": snapshot.header.progress},
         "learning": [digest(name, snapshot.curves[name]) for name in ordered_curves(snapshot.curves)],
-        "speed": speed,
+        "speed": asdict(snapshot.speed) | {"planned_step_s": planned},
         "ranks": [asdict(row) for row in snapshot.ranks[:_MAX_RANKS]],
         "rank_count": len(snapshot.ranks),
         "stragglers": [row.rank for row in snapshot.ranks if row.is_straggler][:_MAX_RANKS],

@@ -84,8 +84,9 @@ class Guard:
         if given:
             if len(given) > 1 or not hmac.compare_digest(given[0], self._token):
                 return 401, _WRONG_TOKEN, []
-            # the address without the token, so that it is neither bookmarked nor seen over a shoulder
-            cookie = self._cookie + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Strict"
+            # the address without the token, so that it is neither bookmarked nor seen over a shoulder; not "Strict", or
+            # a browser that follows a link on another page, such as a terminal in JupyterLab, would not send it at once
+            cookie = self._cookie + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Lax"
             return 303, "", [(b"location", b"/"), (b"set-cookie", cookie)]
         if not any(hmac.compare_digest(each, self._token) for each in self._cookies(headers)):
             return 401, _WRONG_TOKEN, []

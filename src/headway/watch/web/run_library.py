@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -23,7 +24,7 @@ _LISTED_S = 2.0
 _UNKNOWN_S = 0.2
 _BUDGET_BYTES = 256 << 20
 _POINT_BYTES = 200
-"""of a point of a curve: six numbers, as Python keeps them"""
+"""of a point of a curve: seven numbers, as Python keeps them"""
 _RUN_BYTES = 1 << 20
 """of an open run, curves and media aside"""
 
@@ -50,15 +51,16 @@ class OpenRun:
                 self._snapshot = self._view.refresh()
                 self._read_at = time.monotonic()
                 self._refresh_full()
+                if (whole := self._whole()) is not None:
+                    self._snapshot = replace(self._snapshot, curves=whole.curves)
             return self._snapshot
 
     def metrics(self) -> tuple[MetricRows, bool]:
         """Returns the rows of the run, and whether all of them were read: of a long file, not at once."""
         self.refresh()
         with self._lock:
-            if self._full is not None and self._full[1].done():
-                return self._full[0], True
-            return self._view.metrics, not self._view.metrics.is_sampled
+            whole = self._whole()
+            return (whole, True) if whole else (self._view.metrics, not self._view.metrics.is_sampled)
 
     def media_page(self, name: str, search: str) -> dict[str, Any]:
         """Returns the newest images, figures, histograms and texts."""
@@ -70,6 +72,10 @@ class OpenRun:
         with self._media_lock:
             item = self._media.find(file)
         return None if item is None else self._media.content(item)
+
+    def _whole(self) -> MetricRows | None:
+        """Returns all rows of a long file, once they are read."""
+        return self._full[0] if self._full is not None and self._full[1].done() else None
 
     def _refresh_full(self) -> None:
         """Reads a long file as a whole, in another thread, while a sample of it is shown; then what is new of it."""

@@ -37,7 +37,7 @@ _short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 3, 12, 12, 12
 class _Digest:
     """What was read of a run's files, which are read again when they have changed."""
 
-    version: tuple[float, float] = (-1.0, -1.0)
+    version: tuple[tuple[int, int], tuple[int, int]]
     settings: dict[str, Any]
     metrics: list[dict[str, Any]]
 
@@ -122,13 +122,13 @@ def _shown(value: object) -> str:
         return "a number too long to show"
 
 
-def _changed(run: Run, what: str) -> float:
-    """When a file of a run was changed last, and how large it is, in one number; 0 without one."""
+def _changed(run: Run, what: str) -> tuple[int, int]:
+    """When a file of a run was changed last, and how large it is: on some file systems a time is a whole second."""
     try:
         found = (run.metrics_file(0) if what == "metrics" else run.config_file).lstat()
     except OSError:
-        return 0.0
-    return found.st_mtime_ns + found.st_size / 2**40
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
 
 
 def _row(key: str, summary: RunSummary, known: _Digest | None) -> dict[str, Any]:

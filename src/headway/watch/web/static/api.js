@@ -10,28 +10,44 @@ export async function get(path, query = {}) {
   return answer.json();
 }
 
-// Calls `show` with each new state of a run, or of the list of runs; returns what ends that.
+// Calls `show` with each new state of a run, or of the list of runs; returns what ends that. A hidden tab is not
+// connected: a browser has six connections to a server, and the seventh tab would get no answer.
 export function live(run, show, gone = () => {}) {
   const query = run === null ? "" : `?${new URLSearchParams({ run })}`;
-  const source = new EventSource(`/api/live${query}`);
   const status = document.getElementById("connection");
   const say = (text, name) => {
     status.textContent = text;
     status.className = name;
   };
-  source.onmessage = (event) => {
-    say("live", "on");
-    show(JSON.parse(event.data));
+  let source = null;
+  const close = () => {
+    source?.close();
+    source = null;
   };
-  source.onerror = () => say("not connected: is headway web still running?", "off");
-  source.addEventListener("gone", () => {
-    source.close();
-    gone();
-  });
-  return () => {
-    source.close();
+  const open = () => {
+    source = new EventSource(`/api/live${query}`);
+    source.onmessage = (event) => {
+      say("live", "on");
+      show(JSON.parse(event.data));
+    };
+    source.onerror = () => say("not connected: is headway web still running?", "off");
+    source.addEventListener("gone", () => {
+      stop();
+      gone();
+    });
+  };
+  const follow = () => {
+    if (document.hidden) close();
+    else if (source === null) open();
+  };
+  const stop = () => {
+    document.removeEventListener("visibilitychange", follow);
+    close();
     say("", "");
   };
+  document.addEventListener("visibilitychange", follow);
+  follow();
+  return stop;
 }
 
 export const remembered = (name, usual) => {

@@ -122,9 +122,8 @@ export class CurveGrid {
     for (const curve of found.curves) {
       const id = `${run.key}\n${curve.name}`;
       const before = this.known.get(id);
-      const low = curve.low;
       this.known.set(id, {
-        ...curve, low, began: before?.began ?? curve.time[0] ?? 0, all: this.view.range ? before?.all : curve,
+        ...curve, began: found.began ?? 0, all: this.view.range ? before?.all : curve,
       });
     }
   }
