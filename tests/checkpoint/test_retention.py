@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,37 @@ def test_the_newest_are_always_kept_and_pruning_twice_changes_nothing(
     assert rule.kept({step: manifest(step) for step in kept}) == kept
 
 
+LOSSES = st.none() | st.sampled_from([0.0, 1.0, 2.0])
+
+
+@given(
+    st.dictionaries(st.integers(0, 40), LOSSES, max_size=12),
+    st.integers(2, 4),
+    st.none() | st.integers(1, 9),
+    st.sampled_from([None, "min", "max"]),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_rules_agree_with_their_words(
+    losses: dict[int, float | None], last: int, every: int | None, best: Any
+) -> None:
+    """Each step by itself: is it one of the newest, a multiple, or is none better, and none that is as good newer?"""
+
+    def is_kept(step: int) -> bool:
+        newer = [other for other in losses if other > step]
+        mine, sign = losses[step], -1 if best == "max" else 1
+        rivals = {other: loss for other, loss in losses.items() if loss is not None and other != step}
+        beaten = mine is None or any(
+            sign * loss < sign * mine or (loss == mine and other > step) for other, loss in rivals.items()
+        )
+        return len(newer) < last or (every is not None and step % every == 0) or (bool(best) and not beaten)
+
+    rule = Retention(keep_last=last, keep_every=every, keep_best="loss" if best else None, best=best or "min")
+    manifests = {
+        step: manifest(step, **({} if loss is None else {"loss": loss})) for step, loss in losses.items()
+    }
+    assert rule.kept(manifests) == {step for step in losses if is_kept(step)}
+
+
 @pytest.mark.parametrize("bad", [{"keep_last": 1}, {"keep_last": True}, {"keep_every": 0}, {"best": "least"}])
 def test_bad_rules_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad))):
@@ -96,6 +130,26 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
     ):
         removed = checkpoint.prune(tmp_path, Retention(keep_last=2))
     assert [path.name for path in removed] == ["step-000000000002"]
+
+
+def test_files_that_a_reader_has_open_on_nfs_are_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory is not empty then: a file that is open gets a hidden name (.nfs...), until it is closed."""
+    for step in range(1, 4):
+        checkpoint.save(tmp_path, {"x": step}, step=step)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(os, "rmdir", refuse)
+        removed = checkpoint.prune(tmp_path, Retention(keep_last=2))
+    assert [path.name for path in removed] == ["step-000000000001"]
+    assert len(list(tmp_path.glob(".del-path-1-*"))) == 1
+    checkpoint.save(tmp_path, {"x": 4}, step=4)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_nothing_to_prune(tmp_path: Path) -> None:

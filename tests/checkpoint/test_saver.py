@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
@@ -164,6 +167,46 @@ def test_an_error_of_the_disk_is_raised_by_the_next_call(tmp_path: Path, number:
         saver.wait()  # said once
         saver.save({"x": torch.ones(9)}, step=2)
     assert_only(tmp_path, 1, 2)
+
+
+def open_files() -> dict[str, str]:
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of this list itself
+            found[link.name] = str(link.readlink())
+    return found
+
+
+def test_a_save_that_fails_in_the_foreground_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file and no tensor, also where garbage is seldom collected."""
+
+    def refuse(_fd: int, _mode: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before, saver = open_files(), Saver(tmp_path, background=False)
+    gc.disable()
+    try:
+        for number, point in enumerate([*POINTS, None]):
+            state = {"x": torch.ones(9)}
+            tensor = weakref.ref(state["x"])
+            fault = f"errno={ERRORS[number % len(ERRORS)]}"
+            with monkeypatch.context() as patch, faults.at(f"checkpoint.{point}", action=fault):
+                if point is None:
+                    patch.setattr(os, "fchmod", refuse)
+                with pytest.raises(StorageError):
+                    saver.save(state, step=1)
+            del state
+            assert tensor() is None, point
+            assert open_files() == before, point
+        kept = torch.ones(9)
+        tensor = weakref.ref(kept)
+        saver.save({"x": kept}, step=1)
+        del kept
+        assert tensor() is None, "nor does one that succeeds"
+    finally:
+        gc.enable()
 
 
 FAILING_HELPERS = [

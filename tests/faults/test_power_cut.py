@@ -26,7 +26,7 @@ from headway import checkpoint
 CUTS = 30 if os.environ.get("HEADWAY_FAULTS") == "full" else 3
 SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2
 SAVER = """
-import gc, sys, torch
+import sys, torch
 from headway import checkpoint
 from headway.errors import StorageError
 torch.set_num_threads(1)
@@ -48,7 +48,6 @@ for command in sys.stdin:      # "folder how number-of-saves"
     else:
         failed = False
     if failed:
-        gc.collect()  # what the error refers to may have files open, and interpreters of the suite collect seldom
         print("failed", flush=True)
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import shutil
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -105,8 +104,9 @@ def _remove(path: Path, hidden: Path) -> None:
     failpoint("retention.after_rename")
     files.sync_dir(path.parent)
     failpoint("retention.before_delete")
-    with suppress(FileNotFoundError):  # a save that begins now removes it, too
-        shutil.rmtree(hidden)
+    shutil.rmtree(
+        hidden, ignore_errors=True
+    )  # what a reader on NFS has open stays; the next save removes the rest
     failpoint("retention.after_delete")
 
 

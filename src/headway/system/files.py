@@ -49,8 +49,12 @@ def make_dir(path: Path) -> None:
 def open_private(path: Path, flags: int) -> int:
     """Opens a file that only its owner may use, as `os.open` does, never through a link, never waiting for a pipe."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    if flags & os.O_CREAT:
-        os.fchmod(fd, 0o600)
+    try:
+        if flags & os.O_CREAT:
+            os.fchmod(fd, 0o600)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 

@@ -98,9 +98,12 @@ class Saver:
             self._pending = self._background.start(target, contents, agreed, start, before_write)
             self._pending.add_done_callback(partial(self._observe, step))
             return
-        if before_write is not None:
-            before_write()
-        size = write_checkpoint(exchange, target, contents, agreed, InProcessWriter())
+        try:
+            if before_write is not None:
+                before_write()
+            size = write_checkpoint(exchange, target, contents, agreed, InProcessWriter())
+        finally:
+            agreed.share.release()
         taken = time.monotonic() - start
         self._complete.append(
             SavedCheckpoint(path=target.final, step=step, stall_s=taken, total_s=taken, bytes=size)
