@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -359,7 +359,102 @@ class WithNetwork(torchmetrics.Metric):
         self.parts[0].reset()
 
 
+class Table(dict[str, Any]):
+    """A metric that is a dict, of numbers and of another metric."""
+
+    def __init__(self) -> None:
+        super().__init__(tally=Tally())
+
+    def reset(self) -> None:
+        self.pop("count", None)
+        self["tally"].reset()
+
+    def update(self) -> None:  # type: ignore[override]
+        self["count"] = self.get("count", 0) + 1
+        self["tally"].update()
+
+    def compute(self) -> float:
+        return 100.0 * self.get("count", 0) + self["tally"].compute()
+
+
+class Lines(list[Tensor]):
+    """A metric that is a list."""
+
+    def reset(self) -> None:
+        self.clear()
+
+    def update(self) -> None:
+        self.append(torch.ones(()))
+        self[0] += 1
+
+    def compute(self) -> float:
+        return float(sum(self))
+
+
+class Window(deque[list[int]]):
+    """A metric that is a deque."""
+
+    def reset(self) -> None:
+        self.clear()
+
+    def update(self) -> None:
+        self.append([1])
+        self[0][0] += 1
+
+    def compute(self) -> int:
+        return sum(each[0] for each in self)
+
+
+class Seen(set[int]):
+    """A metric that is a set."""
+
+    def reset(self) -> None:
+        self.clear()
+
+    def update(self) -> None:  # type: ignore[override]
+        self.add(len(self))
+
+    def compute(self) -> int:
+        return len(self)
+
+
+class Halves(NamedTuple):
+    hits: list[int]
+    sums: Tensor
+
+
+class Paired:
+    """A metric that counts in tuples, whose items it changes in place."""
+
+    def __init__(self) -> None:
+        self.pair = ([0], torch.zeros(()))
+        self.halves = Halves([0], torch.zeros(()))
+        self.recent = deque([[0]], maxlen=1)
+
+    def reset(self) -> None:
+        for counts in (self.pair[0], self.halves.hits, self.recent[0]):
+            counts[0] = 0
+        for total in (self.pair[1], self.halves.sums):
+            total.zero_()
+
+    def update(self) -> None:
+        for counts in (self.pair[0], self.halves.hits, self.recent[0]):
+            counts[0] += 1
+        for total in (self.pair[1], self.halves.sums):
+            total += 1
+
+    def compute(self) -> float:
+        assert self.recent.maxlen == 1
+        counts = self.pair[0][0] + 10 * self.halves.hits[0] + 100 * self.recent[0][0]
+        return counts + 1000 * float(self.pair[1]) + 10_000 * float(self.halves.sums)
+
+
 METRICS: dict[str, Callable[[], Any]] = {
+    "dict": Table,
+    "list": Lines,
+    "deque": Window,
+    "set": Seen,
+    "tuples": Paired,
     "tally": Tally,
     "slots": lambda: Slotted(torch.zeros(())),
     "wrapping": Wrapping,

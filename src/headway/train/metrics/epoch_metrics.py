@@ -82,21 +82,26 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
 def keeping_counts(metrics: Iterable[EpochMetric]) -> Iterator[None]:
     """Has metrics begin at zero within, and restores on exit what they had counted.
 
-    The tensors and containers among their attributes are copied, and those of the metrics that they consist of. All
-    else is left alone, such as a network that a metric applies, or a process group.
+    The tensors and containers among their attributes are copied, and those of the metrics that they consist of; of a
+    metric that is a container itself, its items, too. All else is left alone, such as a network that a metric applies,
+    or a process group.
     """
     every = {id(metric): metric for metric in metrics}.values()
     parts: dict[int, Any] = {}
     for metric in every:
         _find_parts(metric, parts)
-    before = [(part, [_copy(attributes) for attributes in _attributes(part)]) for part in parts.values()]
+    before = [
+        (part, [_copy(attributes) for attributes in _attributes(part)], _copy(_items(part)))
+        for part in parts.values()
+    ]
     for metric in every:
         metric.reset()
     try:
         yield
     finally:
-        for part, kept in before:
+        for part, kept, items in before:
             _restore(part, *kept)
+            _restore_items(part, items)
 
 
 def _find_parts(value: Any, found: dict[int, Any]) -> None:
@@ -109,7 +114,7 @@ def _find_parts(value: Any, found: dict[int, Any]) -> None:
             below = value.children()  # a container of metrics, or a network, which counts nothing
         case _ if callable(getattr(value, "reset", None)):
             found[id(value)] = value
-            below = _attributes(value)
+            below = (*_attributes(value), *_items(value))
         case dict():
             below = value.values()
         case list() | tuple() | deque():
@@ -137,6 +142,30 @@ def _restore(part: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> No
         object.__setattr__(part, name, value)
 
 
+def _items(part: Any) -> list[Any]:
+    """Returns what is in an object that is a container itself, of a dict as pairs."""
+    match part:
+        case dict():
+            return [*part.items()]
+        case list() | set() | deque():
+            return [*part]
+    return []
+
+
+def _restore_items(part: Any, items: list[Any]) -> None:
+    match part:
+        case dict():
+            part.clear()
+            for key, value in items:
+                part[key] = value
+        case set():
+            part.clear()
+            part |= set(items)
+        case list() | deque():
+            part.clear()
+            part.extend(items)
+
+
 def _copy(value: Any) -> Any:
     """Returns a copy of what a metric counts in; all else is returned as it is."""
     match value:
@@ -155,7 +184,16 @@ def _copy(value: Any) -> Any:
             row = copy(value)
             row[:] = [_copy(part) for part in value]
             return row
-        case set() | deque():
+        case deque():
+            queue = copy(value)
+            queue.clear()
+            queue.extend(map(_copy, value))
+            return queue
+        case tuple() if type(value) is tuple:
+            return tuple(map(_copy, value))
+        case tuple() if hasattr(value, "_make"):  # a named tuple
+            return value._make(map(_copy, value))
+        case set():
             return copy(value)
         case _:
             return value
