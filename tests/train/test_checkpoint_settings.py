@@ -19,6 +19,7 @@ from toys import Net, make_net, sgd
 
 import headway as hw
 from headway import dist
+from headway.checkpoint import retention
 from headway.checkpoint.settings import CheckpointSettings
 from headway.dist import group
 from headway.dist.control import failure_handler
@@ -68,6 +69,7 @@ def test_an_interval_that_is_not_valid_is_refused() -> None:
 
 def test_the_best_is_the_least_or_the_largest() -> None:
     least, most = CheckpointSettings(keep_best="val/loss"), CheckpointSettings(keep_best="max:val/accuracy")
+    assert most.better({"val/accuracy": float("inf")}, 1.0) is None, "no manifest has it"
     assert (least.retention.keep_best, least.retention.best) == ("val/loss", "min")
     assert (most.retention.keep_best, most.retention.best) == ("val/accuracy", "max")
     assert least.better({"val/loss": 0.5}, 0.6) == 0.5
@@ -172,6 +174,70 @@ def test_the_best_is_remembered_over_a_restart(tmp_path: Path) -> None:
     steps = [row["step"] for row in rows(pipe, "checkpoint")]
     assert steps == [0, 11, 12, 22, 24, 36, 44], "the score after 33 steps is no better than the one after 22"
     assert saved(pipe) == [22, 24, 36, 44]
+
+
+class Scored(Judged):
+    """Two metrics of each validation, one of which has larger values."""
+
+    def val_step(self, batch: Any) -> None:
+        super().val_step(batch)
+        self.log("other", 20 + self.values[self.epoch], weight=len(batch[0]))
+
+
+@alone
+def test_the_best_of_another_metric_is_not_remembered(tmp_path: Path) -> None:
+    for at, metric in ((25, "val/score"), (None, "val/other")):
+        pipe = make(tmp_path, Scored(cut=at), every=12, keep_best=metric, max_epochs=4)
+        with pytest.raises(Cut) if at else nullcontext():
+            pipe.run()
+    steps = [row["step"] for row in rows(pipe, "checkpoint")]
+    assert steps == [0, 11, 12, 22, 24, 33, 36, 44], "the first value of a new metric is the best so far"
+
+
+@alone
+def test_the_best_of_another_run_is_not_that_of_a_new_one(tmp_path: Path) -> None:
+    parent = make(tmp_path, Judged(), every="1h", keep_best="val/score", max_epochs=2)
+    parent.run()
+    chosen = parent.directory.checkpoint_dir(22)
+    child = make(tmp_path, Judged(), every="1h", keep_best="val/score", max_epochs=4, resume=str(chosen))
+    child.run()
+    assert child.directory != parent.directory
+    assert saved(child) == [33, 44], "a score of 2.0 is the best that this run has"
+
+
+class Solved:
+    """A metric that computes whether something is the case."""
+
+    def compute(self) -> Tensor:
+        return torch.tensor(True)
+
+    def reset(self) -> None:
+        pass
+
+
+@alone
+def test_a_metric_that_is_true_or_false_is_a_number(tmp_path: Path) -> None:
+    stage = Traced()
+    stage.add_metric("val/solved", Solved())
+    pipe = make(tmp_path, stage, every="1 epoch", keep_best="max:val/solved", max_epochs=1)
+    pipe.run()
+    assert hw.checkpoint.load_best(pipe.directory).metrics["val/solved"] == 1.0
+
+
+@alone
+def test_what_cannot_be_pruned_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A manifest that may not be read, or a file system that fails for a while; saves go on."""
+
+    def refuse(parent: Path) -> None:
+        raise StorageError(f"manifest.json in {parent} cannot be read: Permission denied")
+
+    monkeypatch.setattr(retention, "read_manifests", refuse)
+    pipe = make(tmp_path, Traced(), every=3, max_epochs=1)
+    pipe.run()
+    assert saved(pipe) == [0, 3, 6, 9, 11]
+    assert "old checkpoints were not removed: manifest.json in" in capfd.readouterr().err
 
 
 @alone

@@ -216,6 +216,30 @@ class OnOneRank(Callback):
             stage.pipe.registered_models["net"].bare.first.bias.data.fill_(self.value)
 
 
+class FillOnOneRank(Callback):
+    def post_stage(self, stage: Stage) -> None:
+        if hw.rank() == 0 and stage.name == "train":
+            for parameter in stage.pipe.registered_models["net"].bare.parameters():
+                parameter.data.fill_(1.0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("every", ["1h", "1 epoch"])
+def test_what_one_rank_has_changed_is_never_mixed(
+    every: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no checkpoint is from before the hook, and in the next stage, checkpoints have what rank 0 has."""
+    warned = collect_warnings(monkeypatch)
+    pipe, _ = make_two(tmp_path, Traced(), every=every)
+    pipe.add_callback(FillOnOneRank())
+    pipe.run()
+    found = saved(pipe, LAST + 11)
+    if hw.rank() == 0:
+        assert_same(found, weights(pipe))
+        said = "checkpoints have what rank 0" if every == "1h" else f"not in the checkpoint of step {LAST}: "
+        assert said in warned[0] and "'net' differs between ranks" in warned[0]
+
+
 @ranks(2)
 def test_ranks_agree_that_one_of_them_has_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has changed on that rank alone would be half of a checkpoint, and is not saved."""

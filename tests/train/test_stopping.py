@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from waiting import exit_in_time, wait_until
 
 import headway as hw
+from headway.checkpoint.format.directory import list_steps
 from headway.dist.collective.exchange import FOREVER, RankExchange
 from headway.dist.control import stop
 from headway.dist.control.signals import STOP_SIGNALS
@@ -112,6 +114,28 @@ def test_where_a_validation_between_steps_is_due(at: Any, tmp_path: Path) -> Non
     """A stop does not wait for it; it is made first thing afterwards."""
     stopped = stop_and_go_on(tmp_path, signal.SIGTERM, (0,), at, val_every="4 steps")
     assert stopped == (at[1] if isinstance(at, tuple) else at)
+
+
+class Scored(Signalled):
+    """A metric that is the best in the validation after step 8."""
+
+    def val_step(self, batch: Any) -> None:
+        self.step(batch)
+        self.log("score", abs(self.pipe.steps_done - 8), weight=len(batch[0]))
+
+
+@alone
+@pytest.mark.parametrize("at", [8, ("val", 8)])
+def test_the_best_of_a_validation_that_came_after_the_stop_is_kept(at: Any, tmp_path: Path) -> None:
+    """The checkpoint of the stop has no metrics; one with those of the validation takes its place."""
+    for number in (1, 2):
+        stage = Scored(number=signal.SIGTERM, who=(0,), at=at if number == 1 else None, val_every="4 steps")
+        pipe = make(tmp_path, stage, every=3, keep_best="val/score", max_epochs=2)
+        with pytest.raises(Stopped, match="after step 8") if number == 1 else nullcontext():
+            pipe.run()
+    kept = hw.checkpoint.load_best(pipe.directory)
+    assert (kept.step, kept.metrics["val/score"]) == (8, 0.0)
+    assert list_steps(pipe.directory.checkpoints_dir) == [8, 18, 21, 22]
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,7 +70,7 @@ class CheckpointSettings:
     def better(self, metrics: Mapping[str, float], before: float | None) -> float | None:
         """Returns the value of the `keep_best` metric if it is better than `before`, else None."""
         value = metrics.get(self.retention.keep_best or "")
-        if value is None or value != value:
+        if value is None or not math.isfinite(value):  # no manifest has it
             return None
         if before is None:
             return value

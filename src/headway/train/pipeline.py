@@ -362,9 +362,9 @@ class Pipeline(EvaluationMethods, TrackerMethods):
                 self._checkpointer.restore_rng()  # if nothing but the hook was left to do
             self._run_hook("post_stage", stage)
             stage._loop.log_after_epoch()
-            stage._loop.post_stage_due = False
+            hooked, stage._loop.post_stage_due = stage._loop.post_stage_due, False
             if self._checkpointer:
-                self._checkpointer.after_stage(stage)
+                self._checkpointer.after_stage(stage, hooked=hooked)
         self.current_stage = None
 
     def _has_post_stage(self, stage: Stage) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from headway.errors import INTERRUPTED, NoProgress, NoValidCheckpoint, UsageError
@@ -48,6 +51,13 @@ def check_not_lost(run: Run, attempt: int) -> None:
             f"{run.id} was trained up to step {trained:,}, but its checkpoints have been removed from "
             f'{run.checkpoints_dir}: restore them, or start a new run with resume="never"'
         )
+
+
+def seconds_since(checkpoint: Path) -> float:
+    """Returns how long ago an earlier attempt has written a checkpoint; 0 if nobody knows."""
+    with suppress(OSError):  # only shown to people
+        return max(0.0, time.time() - checkpoint.stat().st_mtime)
+    return 0.0
 
 
 def _cause(run: Run, attempt: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ from headway.train.resume import attempts, end_of_run, rng, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import find_changes, is_global, position
 from headway.train.resume.replay import LoaderStates
-from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt
+from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt, StepMetrics
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import UnsavedState
 
@@ -76,9 +76,9 @@ class Checkpointer:
         self._newest: tuple[int, float] | None = None
         """step of the newest whole checkpoint, and when it was written"""
         self._since, self._failures = time.monotonic(), 0
-        self._best: float | None = None
+        self._metrics, self._validated = StepMetrics(settings), -1
+        self._from_root = False  # whether ranks have different weights, so that all are saved by rank 0
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
-        self._values: tuple[int, Mapping[str, Value]] = (-1, {})
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
@@ -134,6 +134,7 @@ class Checkpointer:
         self._restore(loaded)
         if choice.parent is not None and loaded.path == choice.parent:
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)  # this run has not saved it
+            self._metrics.best = None  # which is a checkpoint of the other run
         self.pipe._run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
@@ -219,26 +220,33 @@ class Checkpointer:
         """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
         if not stage._loop.settings.validates_between_steps or not stage.steps_done:
             return
-        self._update_best()
+        self._validated = self.pipe.steps_done
+        self.due |= self._metrics.improve(self.pipe.steps_done)
         if (self.due or self._retry) and not stage._loop.pause_follows():
             self._save(stage)
 
     def after_epoch(self, stage: Stage) -> None:
         """Stops or saves between two epochs, if that is due."""
-        self._update_best()
         every = self.settings.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
+        self.due |= self._metrics.improve(self.pipe.steps_done)
         self._pass_point(stage)
         if self.due or self._retry:
             self._save(stage)
         self._lead_time.pause()
 
-    def after_stage(self, stage: Stage) -> None:
-        """Saves what `post_stage` has changed, if there is a checkpoint of this step without it."""
-        if self._last_save.step == self.pipe.steps_done:
-            if not self._is_saved() and (problem := state.find_unsavable(self.pipe)):
-                self._log(problem, logging.WARNING)
-                self._last_save.place = self._place()  # the checkpoint from before the hook is the last
+    def after_stage(self, stage: Stage, *, hooked: bool) -> None:
+        """Saves what `post_stage` has changed, if any rank has one, and this step a checkpoint without it."""
+        saved = self._last_save.step == self.pipe.steps_done
+        problem, unequal = state.find_unsavable(self.pipe) if hooked else (None, False)
+        self._from_root |= unequal
+        if saved and problem is not None:
+            kept = f"what post_stage has changed is not in the checkpoint of step {self.pipe.steps_done:,}"
+            self._log(f"{kept}: {problem}", logging.WARNING)
+            self._last_save.place = self._place()  # the checkpoint from before the hook is the last
+        elif unequal:
+            self._log(f"checkpoints have what rank 0 has after post_stage: {problem}", logging.WARNING)
+        if saved:
             self._save(stage)
 
     def log_point_flags(self) -> int:
@@ -254,8 +262,7 @@ class Checkpointer:
 
     def record_metrics(self, values: Mapping[str, Value]) -> None:
         """Adds the metrics of an epoch or a validation to those of the next checkpoint."""
-        known = self._values[1] if self._values[0] == self.pipe.steps_done else {}
-        self._values = (self.pipe.steps_done, {**known, **values})
+        self._metrics.add(self.pipe.steps_done, values)
 
     def restore_rng(self) -> None:
         """Restores the random number generators, once, where training resumes: the first of these calls does it.
@@ -275,7 +282,15 @@ class Checkpointer:
             self._lead_time.save_s = max(self._lead_time.save_s, saved.total_s)
             if self.pipe.world.is_root:
                 self.pipe._reporter.record_checkpoint(saved)
-                checkpoint.prune(self.pipe.directory, self.settings.retention)
+                self._prune()
+
+    def _prune(self) -> None:
+        try:
+            checkpoint.prune(self.pipe.directory, self.settings.retention)
+        except RunLocked:
+            raise
+        except StorageError as error:  # the next save prunes again
+            self._log(f"old checkpoints were not removed: {error}", logging.WARNING)
 
     # --- saving
 
@@ -353,7 +368,7 @@ class Checkpointer:
         """Returns how far the run has come."""
         pipe = self.pipe
         ended = sum(stage._loop.ended for stage in pipe.stages)
-        return Place(step=pipe.steps_done, epoch=pipe.epoch, stages_ended=ended)
+        return Place(step=pipe.steps_done, epoch=pipe.epoch, stages_ended=ended, validated_at=self._validated)
 
     def _wait_for_pending(self) -> None:
         """Waits for the save in the background, and reports it if it has failed."""
@@ -402,17 +417,16 @@ class Checkpointer:
         state.check_weights(self.pipe)
         self._unsaved.check()
         facts = self._before_validation or self._local_facts()
-        best: dict[str, Any] = {"best": self._best, "keep_best": self.settings.keep_best}
-        shared = best | {"seed": torch.initial_seed(), "fingerprints": self._fingerprints}
-        shared |= {"datasets": facts["shared"], "adapters": state.adapters(pipe)}
+        shared = self._metrics.state_dict() | {"seed": torch.initial_seed(), "datasets": facts["shared"]}
+        shared |= {"fingerprints": self._fingerprints, "adapters": state.adapters(pipe)}
         shared["adapter_names"] = state.adapter_names(pipe)
         if pipe._media and self._before_validation is None:  # a resumed run repeats the whole validation
             pipe._media.save_point(pipe.steps_done)
         self.saver.save(
-            state.contribution(pipe, state.gather(pipe) | {"run": shared}),
+            state.contribution(pipe, state.gather(pipe) | {"run": shared}, from_root=self._from_root),
             step=pipe.steps_done,
             local=facts["local"],
-            metrics=self._scalars_of_step(),
+            metrics=self._metrics.scalars(pipe.steps_done),
             before_write=pipe._media.flush_before(pipe.steps_done) if pipe._media else None,
             replaces=replaces,
         )
@@ -445,26 +459,16 @@ class Checkpointer:
         }
         return {"shared": shared, "local": local}
 
-    def _scalars_of_step(self) -> dict[str, float]:
-        """Returns the numbers among the metrics that were recorded at this step."""
-        at, values = self._values
-        known = values if at == self.pipe.steps_done else {}
-        return {name: value for name, value in known.items() if isinstance(value, float | int)}
-
-    def _update_best(self) -> None:
-        """Requests a save if the newest metrics are the best so far."""
-        better = self.settings.better(self._scalars_of_step(), self._best)
-        if better is not None:
-            self._best, self.due = better, True
-
     # --- restoring
 
     def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
         pipe, shared, local = self.pipe, loaded.state["run"], loaded.local
         state.restore(pipe, loaded.state)
-        self._last_save, self._best = SaveAttempt(place=self._place(), scheduled=False), shared["best"]
-        self._values = loaded.step, loaded.metrics  # a checkpoint that replaces it has them, too
-        self._newest = loaded.step, time.monotonic() - self._age_on_disk(loaded.step)
+        self._last_save = SaveAttempt(place=self._place(), scheduled=False)
+        self._metrics.load_state_dict(shared)
+        self._metrics.add(loaded.step, loaded.metrics)  # a checkpoint that replaces it has them, too
+        age_s = attempts.seconds_since(pipe.directory.checkpoint_dir(loaded.step))
+        self._newest = loaded.step, time.monotonic() - age_s
         before, now = loaded.world_size, pipe.world.world_size
         positions = shared["datasets"] | (local["datasets"] if before == now else {})
         for name, loader in pipe.datasets.items():
@@ -488,11 +492,6 @@ class Checkpointer:
     def _restore_random(self, local: Mapping[str, Any]) -> None:
         rng.restore_random_state(local["random"], self.pipe.device)
         self.loaders.load_state_dict(local.get("loaders", {}))  # older checkpoints have none
-
-    def _age_on_disk(self, step: int) -> float:
-        with suppress(OSError):  # only shown to people
-            return max(0.0, time.time() - self.pipe.directory.checkpoint_dir(step).stat().st_mtime)
-        return 0.0
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
         """Logs on rank 0 only."""

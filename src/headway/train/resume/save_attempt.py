@@ -1,22 +1,28 @@
-"""`SaveAttempt`: a save that was begun, and the place in the run whose state it has."""
+"""What a save has: the place in the run whose state it is, how it went, and the metrics of its step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
+
+from headway.checkpoint.settings import CheckpointSettings
+from headway.train.metrics.meter import Value
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """How far a run has come: when an epoch or a stage ends, the state changes, though the step does not."""
+    """How far a run has come: a validation and the ends of epochs and stages change the state, and not the step."""
 
     step: int
     epoch: int
     stages_ended: int
+    validated_at: int
+    """the step of the last validation between two steps that this attempt has made, -1 before the first"""
 
 
-NOWHERE = Place(step=-1, epoch=-1, stages_ended=-1)
+NOWHERE = Place(step=-1, epoch=-1, stages_ended=-1, validated_at=-1)
 
 
 @final
@@ -34,3 +40,37 @@ class SaveAttempt:
     @property
     def step(self) -> int:
         return self.place.step
+
+
+@final
+class StepMetrics:
+    """The metrics of the last step that has any, and the best value so far of the one that `keep_best` names."""
+
+    def __init__(self, settings: CheckpointSettings) -> None:
+        self._settings = settings
+        self._step, self._values = -1, dict[str, Value]()
+        self.best: float | None = None
+
+    def add(self, step: int, values: Mapping[str, Value]) -> None:
+        """Adds the metrics of an epoch or a validation."""
+        known = self._values if self._step == step else {}
+        self._step, self._values = step, {**known, **values}
+
+    def scalars(self, step: int) -> dict[str, float]:
+        """Returns the numbers among the metrics of a step."""
+        known = self._values if self._step == step else {}
+        return {name: float(value) for name, value in known.items() if isinstance(value, float | int)}
+
+    def improve(self, step: int) -> bool:
+        """Returns whether the metrics of a step are better than all before; they are the best from then on."""
+        better = self._settings.better(self.scalars(step), self.best)
+        self.best = self.best if better is None else better
+        return better is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "keep_best": self._settings.keep_best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the best value, if it is one of the same metric; older checkpoints do not say of which."""
+        same = state.get("keep_best", self._settings.keep_best) == self._settings.keep_best
+        self.best = state["best"] if same else None

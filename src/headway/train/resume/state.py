@@ -138,12 +138,15 @@ def compare_datasets(pipe: Pipeline, state: Mapping[str, Any] | None) -> dict[st
     return now
 
 
-def contribution(pipe: Pipeline, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the part of the state that this rank adds to the common checkpoint."""
+def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> dict[str, Any]:
+    """Returns the part of the state that this rank adds to the common checkpoint; with `from_root`, only its shards."""
     if pipe.world.rank == 0:
         return state
     equal = {
-        id(p) for model in pipe.registered_models.values() if model.synced for p in model.bare.parameters()
+        id(p)
+        for model in pipe.registered_models.values()
+        if model.synced and not from_root
+        for p in model.bare.parameters()
     }
     names = parameter_names(pipe)
     kept = {names[key] for key in equal}
@@ -341,8 +344,8 @@ def _check_names(kind: str, known: Any, saved: Mapping[str, Any]) -> None:
         )
 
 
-def find_unsavable(pipe: Pipeline) -> str | None:
-    """Returns why the state that `post_stage` has left is not saved, the same on all ranks; None if it can be.
+def find_unsavable(pipe: Pipeline) -> tuple[str | None, bool]:
+    """Returns what is wrong with the state that `post_stage` has left, and whether ranks differ; equal on all ranks.
 
     A hook may have rebuilt a model, or changed it on one rank alone: of what DDP keeps equal, each rank writes a part.
     One collective, with a fingerprint of each such model.
@@ -351,19 +354,16 @@ def find_unsavable(pipe: Pipeline) -> str | None:
     stray = [_is_stray(optimizer, names) for optimizer in pipe.optimizers.values()]
     synced = [name for name, model in pipe.registered_models.items() if model.synced]
     if not stray and not synced:
-        return None
+        return None, False
     marks = [0 if any(stray) else _fingerprint(pipe, name, set(names.values())) for name in synced]
     table = gather_rows(torch.tensor([*stray, *marks], dtype=torch.int64, device=pipe.device))
-    kept = f"what post_stage has changed is not in the checkpoint of step {pipe.steps_done:,}"
     for name, column in zip(pipe.optimizers, table.T, strict=False):
         if column.any():
-            return f"{kept}: optimizer {name!r} {_STRAY}"
+            return f"optimizer {name!r} {_STRAY}", False
     for name, column in zip(synced, table.T[len(stray) :], strict=True):
         if (column != column[0]).any():
-            return (
-                f"{kept}: model {name!r} differs between ranks: change it on all ranks alike, or in post_run"
-            )
-    return None
+            return f"model {name!r} differs between ranks: change it on all ranks alike, or in post_run", True
+    return None, False
 
 
 def _fingerprint(pipe: Pipeline, name: str, names: Collection[str]) -> int:
