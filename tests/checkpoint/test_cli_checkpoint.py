@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 import headway
 from headway import checkpoint
 from headway.cli import checkpoint as command
-from headway.errors import NoValidCheckpoint, UsageError
+from headway.errors import NoValidCheckpoint, StorageError, UsageError
 from headway.run import Run
-from headway.testing import ranks
+from headway.testing import faults, ranks
 
 STATE = {
     "net": {
@@ -108,6 +108,39 @@ def test_export_of_a_part_is_what_was_saved(
         command.main(["export", str(run.path), str(tmp_path / "y.safetensors"), "--part", "nets"])
     command.main(["export", str(run.path), str(tmp_path / "all.safetensors")])
     assert len(load_file(tmp_path / "all.safetensors")) == 4
+
+
+def test_a_part_and_an_adapter_are_not_exported_together(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--part and --adapter are both given"):
+        command.main(["export", str(run.path), str(tmp_path / "x"), "--part", "net", "--adapter", "net"])
+
+
+def test_an_adapter_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    state = {
+        "models": {"lm": {"layer.lora_A.default.weight": torch.ones(2)}},
+        "run": {"adapters": {"lm": {"r": 8}}},
+    }
+    path = checkpoint.save(tmp_path / "checkpoints", state, step=1)
+    out = tmp_path / "new" / "adapter"
+    with (
+        faults.at("checkpoint.before_fsync", action="errno=ENOSPC"),
+        pytest.raises(StorageError, match="No space left"),
+    ):
+        checkpoint.export_adapter(path, out)
+    assert not list(out.parent.iterdir())
+    written = checkpoint.export_adapter(path, out)
+    assert sorted(written) == sorted(out.iterdir()) and [file.parent for file in written] == [out, out]
+    assert list(load_file(out / "adapter_model.safetensors")) == ["layer.lora_A.weight"]
+
+
+def test_a_run_whose_name_begins_like_that_of_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path, name="step-decay")
+    checkpoint.save(run, STATE, step=1)
+    assert command.main(["verify", str(run.path)]) == 0
+    assert command.main(["show", str(run.path)]) == 0
+    assert "net.layer" in capsys.readouterr().out
 
 
 def test_export_of_one_model_of_several(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from safetensors.torch import load_file
 from toys import FEATURES, Batches, Classify, Net, make_net, make_pipe
 
 import headway as hw
+from headway.checkpoint.weights.readers import read_stamps
 from headway.errors import UsageError
 from headway.system import jsonlines
 from headway.testing import ranks
 from headway.train import Pipeline
-from headway.train.evaluate import output
+from headway.train.evaluate import output, session
 from headway.train.evaluate.predictor import _gather_bytes
 
 SAMPLES, CLASSES = 23, 3
@@ -254,6 +256,25 @@ def check_evaluations(runs: Path, folder: Path, **model: Any) -> None:
 
 def test_evaluations_in_a_process_that_trains_nothing(runs: Path, tmp_path: Path) -> None:
     check_evaluations(runs, tmp_path)
+
+
+def test_weights_that_a_run_removes_meanwhile_are_chosen_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that trains has a better checkpoint by now."""
+    run, removed = train_run(tmp_path), list[int]()
+
+    def remove(path: Path) -> Any:
+        stamps = read_stamps(path)
+        if not removed:
+            removed.append(int(path.name.removeprefix("step-")))
+            shutil.rmtree(path)
+        return stamps
+
+    monkeypatch.setattr(session, "read_stamps", remove)
+    fresh(tmp_path).test(Predicting(), loader(), weights="best")
+    (row,) = jsonlines.read(run.eval_file("test"))
+    assert row["step"] == hw.checkpoint.load_best(run).step and removed not in ([], [row["step"]])
 
 
 @ranks(2)

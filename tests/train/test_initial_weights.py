@@ -150,6 +150,11 @@ def test_a_torch_file_that_would_execute_is_refused(tmp_path: Path) -> None:
     torch.save([torch.ones(2)], tmp_path / "list.pt")
     with pytest.raises(UsageError, match="has no tensors by name"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "list.pt")
+    header = json.dumps({"a": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    new = len(header).to_bytes(8, "little") + header + b"\0"
+    (tmp_path / "new.safetensors").write_bytes(new)  # whole, of a type that is not known here
+    with pytest.raises(UsageError, match="has tensor 'a' of type 'F8_E8M0', which cannot be loaded"):
+        Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "new.safetensors")
     (tmp_path / "junk.safetensors").write_bytes(b"not weights at all, but long enough")
     with pytest.raises(NoValidCheckpoint, match=r"junk.safetensors: it is not a safetensors file"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "junk.safetensors")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,17 +24,22 @@ from headway.checkpoint.format.directory import (
     step_dir,
 )
 from headway.checkpoint.format.manifest import STATE, Manifest, read_document, read_index, read_manifest
-from headway.checkpoint.format.verification import check_contents, check_files
+from headway.checkpoint.format.verification import check, read_save
 from headway.checkpoint.inspect.listing import find_best
 from headway.checkpoint.reader import CheckpointReader
 from headway.checkpoint.write import disk
 from headway.checkpoint.write.saver import Saver
 from headway.dist.collective.exchange import RankExchange, rank_and_size
-from headway.errors import NoValidCheckpoint, UsageError
+from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageError
 from headway.run import Run
-from headway.run.lock import RunLock
+from headway.run.lock import RunLock, check_free
+from headway.run.paths import RunPaths
 from headway.system import files
 from headway.system.failpoints import failpoint
+
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_LOOK_PAUSES_S = (0.0, 0.1, 1.0, 10.0)
+"""before each look at a checkpoint that changes while the ranks read it; another host may see that late"""
 
 
 @final
@@ -90,14 +97,17 @@ def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = No
     """
     path = Path(directory).absolute()
     exchange = RankExchange(f"read {path}")
-    if not exchange.from_root(path.is_dir):
-        raise UsageError(
-            f"there is no checkpoint at {path}; list those of a run with: headway checkpoint show RUN"
-        )
-    problems = verify_on_all_ranks(exchange, path)
-    if problems:
-        raise NoValidCheckpoint(f"{path} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
-    return _load(path, state)
+    while exchange.from_root(path.is_dir):
+        save, problems = verify_on_all_ranks(exchange, path)
+        if not problems:
+            loaded = _load(path, save, state)
+            if loaded is not None:
+                return loaded
+        elif exchange.from_root(path.is_dir):
+            raise NoValidCheckpoint(f"{path} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
+    raise UsageError(
+        f"there is no checkpoint at {path}; list those of a run with: headway checkpoint show RUN"
+    )
 
 
 def load_latest(
@@ -110,10 +120,12 @@ def load_latest(
         loaded = hw.checkpoint.load_latest("checkpoints", {"net": net.state_dict()})
         step = loaded.step if loaded else 0                     # net was filled in place
     """
-    path = find_valid(where)
-    if path is None:
-        return None
-    return _load(path, state(path) if callable(state) else state)
+    while (found := _find_valid(where)) is not None:
+        path, save = found
+        loaded = _load(path, save, state(path) if callable(state) else state)
+        if loaded is not None:
+            return loaded
+    return None
 
 
 def load_best(
@@ -127,7 +139,13 @@ def load_best(
     """
     parent, _ = resolve_root(where)
     exchange = RankExchange(f"find the best checkpoint in {parent}")
-    return load(exchange.from_root(lambda: str(find_best(parent, metric=metric).path)), state)
+    while True:
+        path = exchange.from_root(lambda: str(find_best(parent, metric=metric).path))
+        try:
+            return load(path, state)
+        except UsageError:
+            if exchange.from_root(Path(path).is_dir):
+                raise  # else a run that trains has a better one by now, and has removed this
 
 
 def find_valid(where: CheckpointRoot) -> Path | None:
@@ -138,17 +156,26 @@ def find_valid(where: CheckpointRoot) -> Path | None:
 
         path = hw.checkpoint.find_valid("checkpoints")          # checkpoints/step-000000001000
     """
+    found = _find_valid(where)
+    return None if found is None else found[0]
+
+
+def _find_valid(where: CheckpointRoot) -> tuple[Path, str | None] | None:
+    """Returns the newest valid checkpoint, and which save it is."""
     parent, _ = resolve_root(where)
-    damaged: list[str] = []
+    judged, damaged = set[int](), list[str]()
     exchange = RankExchange(f"find a valid checkpoint in {parent}")
     exchange.from_root(partial(_put_back, where))
-    for step in exchange.from_root(lambda: list_steps(parent))[::-1]:
+    # listed again each time: another process may save and remove checkpoints meanwhile
+    while (step := exchange.from_root(partial(_newest, parent, judged))) is not None:
+        judged.add(step)
         path = step_dir(parent, step)
-        problems = verify_on_all_ranks(exchange, path)
+        save, problems = verify_on_all_ranks(exchange, path)
         if not problems:
-            return path
+            return path, save
         aside = exchange.from_root(partial(_set_aside, where, path))
-        damaged.append(f"{aside}: {problems[0]}")
+        if aside is not None:
+            damaged.append(f"{aside}: {problems[0]}")
     if exchange.from_root(lambda: has_checkpoints(parent)):
         raise NoValidCheckpoint(
             f"{parent} has checkpoints, but none is valid ({'; '.join(damaged[:5]) or 'all were renamed before'}). "
@@ -157,62 +184,98 @@ def find_valid(where: CheckpointRoot) -> Path | None:
     return None
 
 
-def verify_on_all_ranks(exchange: RankExchange, path: Path) -> list[str]:
-    """Returns the problems of a checkpoint, the same on all ranks; the ranks share the reading."""
+def _newest(parent: Path, but: Collection[int]) -> int | None:
+    return max((step for step in list_steps(parent) if step not in but), default=None)
 
-    def check() -> list[str]:
-        try:
-            with CheckpointDirectory(path, announced=exchange.rank > 0) as directory:
-                manifest = read_manifest(directory)
-                mine = [
-                    name
-                    for number, name in enumerate(manifest.files)
-                    if number % exchange.size == exchange.rank
-                ]
-                return check_files(directory, manifest, mine) or check_contents(directory, manifest, mine)
-        except DamagedCheckpoint as problem:
-            return [str(problem)]
 
-    return list(dict.fromkeys(problem for found in exchange.all_gather(check) for problem in found))
+def verify_on_all_ranks(exchange: RankExchange, path: Path) -> tuple[str | None, list[str]]:
+    """Returns which save a checkpoint is, and its problems, the same on all ranks; the ranks share the reading.
+
+    If a later save replaces it meanwhile, or it is removed, they have read parts of two: all look again.
+    """
+    for pause_s in _LOOK_PAUSES_S:
+        time.sleep(pause_s)
+        found = exchange.all_gather(partial(check, path, rank=exchange.rank, size=exchange.size))
+        saves = {save for save, _ in found}
+        problems = list(dict.fromkeys(problem for _, some in found for problem in some))
+        if len(saves) == 1 and (not problems or exchange.from_root(partial(read_save, path)) in saves):
+            return saves.pop(), problems
+    raise StorageError(
+        f"the ranks read different checkpoints at {path}: its file system shows changes late, or it is being replaced; "
+        "try again"
+    )
 
 
 def _put_back(where: CheckpointRoot) -> None:
     """Finishes what a save left that was killed while it replaced a checkpoint."""
     parent, owner = resolve_root(where)
-    if parent.is_dir() and not (isinstance(where, Run) and not where.is_ours()):
+    if parent.is_dir() and _may_rename(where):
         with files.storage(f"look for checkpoints in {parent}"):
             disk.put_back(parent, owner)
 
 
-def _set_aside(where: CheckpointRoot, path: Path) -> str:
-    if isinstance(where, Run) and not where.is_ours():
+def _set_aside(where: CheckpointRoot, path: Path) -> str | None:
+    """Renames a damaged checkpoint and returns its new name; None if there is none any more."""
+    if not os.path.lexists(path):
+        return None
+    if not _may_rename(where):
         return path.name  # for the process that trains there to find
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.corrupt-{number}")):
         number += 1
     with files.storage(f"rename the damaged {path}"):
-        failpoint("checkpoint.before_set_aside")
-        path.rename(aside)
+        try:
+            failpoint("checkpoint.before_set_aside")
+            path.rename(aside)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            return path.name  # an archive, or the directory of somebody else
         failpoint("checkpoint.after_set_aside")
         files.sync_dir(path.parent)
     return aside.name
 
 
-def _load(path: Path, state: Mapping[str, Any] | None) -> LoadedCheckpoint:
-    """Loads a checkpoint that was just verified; all ranks return or all raise."""
+def _may_rename(where: CheckpointRoot) -> bool:
+    """Whether no other process trains where these checkpoints are, which may be given as a run or by their path."""
+    if isinstance(where, Run):
+        return where.is_ours()
+    run = RunPaths(path=resolve_root(where)[0].parent)
+    try:
+        with files.storage(f"find out who trains in {run.path}"):
+            check_free(run.lock_dir)
+    except RunLocked:
+        return False
+    return True
+
+
+def _load(path: Path, save: str | None, state: Mapping[str, Any] | None) -> LoadedCheckpoint | None:
+    """Loads a checkpoint that was just verified; all ranks return or all raise.
+
+    None if the save that was verified is not there any more: it was replaced or removed while the ranks were reading.
+    """
     results: list[LoadedCheckpoint] = []
 
-    def read() -> None:
+    def read() -> str | None:
         try:
             with CheckpointDirectory(path) as directory:
-                results.append(_read(directory, read_manifest(directory), state))
+                manifest = read_manifest(directory)
+                if manifest.save != save:
+                    return "a later save has replaced it"
+                results.append(_read(directory, manifest, state))
         except DamagedCheckpoint as problem:
-            raise NoValidCheckpoint(
-                f"{path} was damaged while it was being read: {problem}. Take another checkpoint"
-            ) from problem
+            return str(problem)
+        return None
 
-    RankExchange(f"read {path}").all_gather(read)
-    return results[0]
+    exchange = RankExchange(f"read {path}")
+    problems = [problem for problem in exchange.all_gather(read) if problem is not None]
+    if not problems:
+        return results[0]
+    if exchange.from_root(partial(read_save, path)) != save:
+        return None
+    raise NoValidCheckpoint(
+        f"{path} was damaged while it was being read: {problems[0]}. Take another checkpoint"
+    )
 
 
 def _read(
@@ -250,7 +313,8 @@ def _destinations(
 ) -> dict[str, torch.Tensor]:
     """Returns the tensor that each wanted one is read into: the given one, or a new one."""
     names = tree.names_in(wanted)
-    unknown = [name for name in given if name not in names]
+    known = set(names)  # a model may have 100,000 tensors
+    unknown = [name for name in given if name not in known]
     if unknown:
         raise UsageError(
             f"{path} has no tensor {unknown[0]!r} ({len(unknown)} are missing): is it from another model?"
@@ -263,6 +327,11 @@ def _destinations(
         tensor = given.get(name)
         if tensor is None:
             tensor = torch.empty(entry.shape, dtype=dtypes.BY_NAME[entry.dtype])
+        elif tensor.is_meta:
+            raise UsageError(
+                f"{name!r} is a meta tensor, which has no memory to load {path} into: call the model's "
+                "to_empty(device=...) first"
+            )
         elif tuple(tensor.shape) != entry.shape or tensor.dtype != dtypes.BY_NAME[entry.dtype]:
             raise UsageError(
                 f"{name!r} was saved in {path} as {dtypes.BY_NAME[entry.dtype]} {list(entry.shape)} and is now "

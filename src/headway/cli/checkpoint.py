@@ -172,10 +172,14 @@ def _verify(argv: list[str]) -> int:
     found = {}
     for path in overviews.find(options.place()):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
-            found[path] = verify(path)
+            problems = verify(path)
+        removed = bool(problems) and not os.path.lexists(path)  # by a run that trains, which keeps others
+        if not removed:
+            found[path] = problems
         if not options.json:
-            print(f"{'damaged' if found[path] else 'whole  '}  {safe(str(path))}")
-            for problem in found[path]:
+            word = "removed" if removed else "damaged" if problems else "whole"
+            print(f"{word:7}  {safe(str(path))}")
+            for problem in found.get(path, ()):
                 print(f"         {safe(problem)}")
     if options.json:
         print(json.dumps({str(path): problems for path, problems in found.items()}, indent=1))
@@ -184,6 +188,10 @@ def _verify(argv: list[str]) -> int:
 
 def _export(argv: list[str]) -> int:
     options = parse(ExportOptions, argv, verb="checkpoint export")
+    if options.part is not None and options.adapter is not None:
+        raise UsageError(
+            "--part and --adapter are both given: an adapter is a directory of its own, give one of them"
+        )
     from headway.checkpoint import export, export_adapter
     from headway.checkpoint.inspect import overview as overviews
 

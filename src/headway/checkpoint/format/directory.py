@@ -30,9 +30,9 @@ from headway.system.retries import retry
 T = TypeVar("T")
 
 CheckpointRoot = Run | str | os.PathLike[str]
-"""Where checkpoints are: a run, or the directory that holds them."""
+"""Where checkpoints are: a run, the directory of one, or the directory that holds them."""
 
-_SET_ASIDE = re.compile(r"step-[0-9]{12,18}\.corrupt-[0-9]+")
+_HIDDEN = re.compile(r"step-[0-9]{12,18}\.corrupt-[0-9]+|\.old-.+-[0-9]+-[0-9a-f]{16}")
 _LARGEST_JSON_BYTES = 1 << 30
 _CHUNK_BYTES = 4 << 20
 # errors that a damaged checkpoint may cause; others, like a missing permission or a failing disk, are not its fault
@@ -158,7 +158,7 @@ def resolve_root(where: CheckpointRoot) -> tuple[Path, str]:
     """Returns the directory of all checkpoints, and the owner whose unfinished saves may be removed in it."""
     if isinstance(where, Run):
         return where.checkpoints_dir, where.id
-    return Path(where).absolute(), "path"
+    return checkpoints_at(Path(where).absolute()), "path"
 
 
 def checkpoints_at(path: Path) -> Path:
@@ -172,8 +172,8 @@ def list_steps(parent: Path) -> list[int]:
 
 
 def has_checkpoints(parent: Path) -> bool:
-    """Returns whether there are checkpoints, or damaged ones that were renamed."""
-    return any(step_of(name) is not None or _SET_ASIDE.fullmatch(name) for name in _names(parent))
+    """Returns whether there are checkpoints, also damaged ones that were renamed, and one that is being replaced."""
+    return any(step_of(name) is not None or _HIDDEN.fullmatch(name) for name in _names(parent))
 
 
 def step_dir(parent: Path, step: int) -> Path:

@@ -18,8 +18,12 @@ NAMES = {dtype: name for name, dtype in BY_NAME.items()}
 
 def check(name: str, tensor: torch.Tensor) -> None:
     """Raises `UsageError` if the files cannot hold the tensor `name`."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.dtype not in NAMES:
-        kind = "meta tensor" if tensor.is_meta else f"{tensor.layout} tensor of {tensor.dtype}"
-        raise UsageError(
-            f"{name!r} is a {kind}, which a checkpoint cannot hold: convert it to a dense tensor"
-        )
+    if tensor.is_meta:
+        kind, advice = "meta tensor", "give it values"
+    elif tensor.layout is not torch.strided:
+        kind, advice = f"{tensor.layout} tensor", "convert it to a dense tensor"
+    elif tensor.dtype not in NAMES:
+        kind, advice = f"tensor of {tensor.dtype}", "convert it to another type"
+    else:
+        return
+    raise UsageError(f"{name!r} is a {kind}, which a checkpoint cannot hold: {advice}")

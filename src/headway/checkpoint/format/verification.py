@@ -10,6 +10,9 @@ from pathlib import Path
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
 from headway.checkpoint.format.manifest import INDEX, Manifest, read_document, read_index, read_manifest
 
+_MOST_LOOKS = 4
+"""at a checkpoint that changes while it is read; a step is replaced once, where its stage ends"""
+
 
 def verify(directory: str | os.PathLike[str]) -> list[str]:
     """Returns what is wrong with a checkpoint, one line per problem; an empty list if it is valid. Checks every byte.
@@ -17,13 +20,33 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
     >>> verify("runs/digits-2026.11.15-14.30-x7k2/checkpoints/step-000000001000")  # doctest: +SKIP
     []
     """
+    path, problems = Path(directory).absolute(), list[str]()
+    for _ in range(_MOST_LOOKS):
+        save, problems = check(path)
+        if not problems or read_save(path) == save:
+            break  # else a later save has replaced it while it was read
+    return problems
+
+
+def check(path: Path, *, rank: int = 0, size: int = 1) -> tuple[str | None, list[str]]:
+    """Returns which save is at a path, None if it does not say, and the problems of one rank's part of its files."""
+    save = None
     try:
-        with CheckpointDirectory(Path(directory).absolute()) as opened:
-            manifest = read_manifest(opened)
-            names = manifest.files
-            return check_files(opened, manifest, names) or check_contents(opened, manifest, names)
+        with CheckpointDirectory(path, announced=rank > 0) as directory:
+            manifest = read_manifest(directory)
+            save, names = manifest.save, list(manifest.files)[rank::size]
+            return save, check_files(directory, manifest, names) or check_contents(directory, manifest, names)
     except DamagedCheckpoint as problem:
-        return [str(problem)]
+        return save, [str(problem)]
+
+
+def read_save(path: Path) -> str | None:
+    """Returns which save is at a path: a step that was replaced has the same name. None if it does not say."""
+    try:
+        with CheckpointDirectory(path) as directory:
+            return read_manifest(directory).save
+    except DamagedCheckpoint:
+        return None
 
 
 def check_files(directory: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:

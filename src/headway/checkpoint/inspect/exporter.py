@@ -6,15 +6,23 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headway.checkpoint.format import tree
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
-from headway.checkpoint.format.manifest import ITEM_BYTES, STATE, read_document, read_index, read_manifest
+from headway.checkpoint.format.manifest import (
+    ITEM_BYTES,
+    STATE,
+    Manifest,
+    read_document,
+    read_index,
+    read_manifest,
+)
 from headway.checkpoint.format.tensor_file import bytes_of, header_of, table_of
-from headway.checkpoint.format.verification import verify
+from headway.checkpoint.format.verification import check_contents, check_files, read_save
 from headway.checkpoint.reader import CheckpointReader
 from headway.checkpoint.write.disk import write_file
 from headway.errors import NoValidCheckpoint, UsageError
@@ -42,19 +50,11 @@ def export(
     source, target = Path(directory).absolute(), Path(out).absolute()
     if shard_bytes < 1:
         raise UsageError(f"shard_bytes={shard_bytes} is not a valid size: give 1 or more")
-    if problems := verify(source):
-        raise NoValidCheckpoint(f"{source} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
-    try:
-        with CheckpointDirectory(source) as opened:
-            manifest = read_manifest(opened)
-            reader = CheckpointReader(opened, read_index(opened, manifest))
-            names = _chosen(read_document(opened, manifest, STATE), reader, part, source)
-            shards = _shards(reader, names, shard_bytes)
-            return _write(reader, names, shards, target, {"format": "pt", "step": str(manifest.step)})
-    except DamagedCheckpoint as problem:
-        raise NoValidCheckpoint(
-            f"{source} was damaged while it was being read: {problem}. Take another checkpoint"
-        ) from problem
+    with _verified(source) as (opened, manifest):
+        reader = CheckpointReader(opened, read_index(opened, manifest))
+        names = _chosen(read_document(opened, manifest, STATE), reader, part, source)
+        shards = _shards(reader, names, shard_bytes)
+        return _write(reader, names, shards, target, {"format": "pt", "step": str(manifest.step)})
 
 
 def export_adapter(
@@ -68,10 +68,7 @@ def export_adapter(
     [PosixPath('adapter/adapter_model.safetensors'), PosixPath('adapter/adapter_config.json')]
     """
     source, target = Path(directory).absolute(), Path(out).absolute()
-    if problems := verify(source):
-        raise NoValidCheckpoint(f"{source} is damaged: {'; '.join(problems[:5])}. Take another checkpoint")
-    with CheckpointDirectory(source) as opened:
-        manifest = read_manifest(opened)
+    with _verified(source) as (opened, manifest):
         state = read_document(opened, manifest, STATE)
         adapters = _of_run(state, "adapters")
         if not adapters or (model or next(iter(adapters))) not in adapters:
@@ -87,14 +84,47 @@ def export_adapter(
             )
         if os.path.lexists(target):
             raise UsageError(f"{target} exists already: choose another name, or remove it")
-        with files.storage(f"write {target}"):
-            files.make_dir(target)
         about = {"format": "pt", "step": str(manifest.step)}
-        written = _write(reader, names, [list(names)], target / "adapter_model.safetensors", about)
-        with files.storage(f"write {target}"):
-            config = json.dumps(adapters[chosen], indent=2, sort_keys=True).encode() + b"\n"
-            files.write_new(target / "adapter_config.json", config)
-    return [*written, target / "adapter_config.json"]
+        config = json.dumps(adapters[chosen], indent=2, sort_keys=True).encode() + b"\n"
+        with _new_directory(target) as staged:
+            _write(reader, names, [list(names)], staged / "adapter_model.safetensors", about)
+            files.write_new(staged / "adapter_config.json", config)
+    return [target / "adapter_model.safetensors", target / "adapter_config.json"]
+
+
+@contextmanager
+def _verified(source: Path) -> Iterator[tuple[CheckpointDirectory, Manifest]]:
+    """Opens a checkpoint and checks every byte of it, within the context in which it is read."""
+    save = None
+    try:
+        with CheckpointDirectory(source) as opened:
+            manifest = read_manifest(opened)
+            save, names = manifest.save, manifest.files
+            if problems := check_files(opened, manifest, names) or check_contents(opened, manifest, names):
+                raise DamagedCheckpoint("; ".join(problems[:5]))
+            yield opened, manifest
+    except DamagedCheckpoint as problem:
+        if save != read_save(source):
+            raise UsageError(
+                f"{source} was removed or replaced by a later save while it was being read: try again"
+            ) from problem
+        raise NoValidCheckpoint(f"{source} is damaged: {problem}. Take another checkpoint") from problem
+
+
+@contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    """Yields a hidden directory that gets its name when all is in it; after an error nothing is left."""
+    staged = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    with files.storage(f"write {target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.make_dir(staged)
+        try:
+            yield staged
+            files.sync_dir(staged)
+            staged.rename(target)
+            files.sync_dir(target.parent)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
 
 
 def _of_run(state: object, key: str) -> dict[str, object]:

@@ -30,6 +30,7 @@ from headway.checkpoint.inspect import foreign
 from headway.checkpoint.inspect.listing import CheckpointSummary, list_checkpoints
 from headway.checkpoint.inspect.tables import Overview, TensorSummary
 from headway.errors import NoValidCheckpoint, UsageError
+from headway.run.paths import step_of
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
@@ -43,7 +44,7 @@ def find(path: Path) -> list[Path]:
         raise UsageError(
             f"{path} is neither a checkpoint nor a run: give a directory, or a .safetensors or .pt file to show"
         )
-    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+    if _is_one(path):
         return [path]
     parent = checkpoints_at(path)
     found = [step_dir(parent, step) for step in reversed(list_steps(parent))]
@@ -55,8 +56,12 @@ def find(path: Path) -> list[Path]:
 def list_all(path: Path) -> list[CheckpointSummary]:
     """Returns all checkpoints of a run, or of a directory of checkpoints; an empty list for anything else."""
     path = path.absolute()
-    one = os.path.lexists(path / MANIFEST) or path.name.startswith("step-")
-    return list_checkpoints(path) if path.is_dir() and not one else []
+    return list_checkpoints(path) if path.is_dir() and not _is_one(path) else []
+
+
+def _is_one(path: Path) -> bool:
+    """Whether a path means one checkpoint, whole or damaged; a run may have a name that begins like one, too."""
+    return os.path.lexists(path / MANIFEST) or step_of(path.name.partition(".corrupt-")[0]) is not None
 
 
 def read(path: Path) -> Overview:

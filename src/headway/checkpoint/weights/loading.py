@@ -10,11 +10,12 @@ from typing import TypeAlias, final
 
 import torch
 
+from headway.checkpoint.format.verification import read_save
 from headway.checkpoint.reader import TensorReader
 from headway.checkpoint.weights.readers import open_weights
 from headway.checkpoint.weights.source import Weights
 from headway.dist.collective.exchange import RankExchange
-from headway.errors import UsageError
+from headway.errors import NoValidCheckpoint, UsageError
 from headway.system.text import shorten_list
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
@@ -72,21 +73,29 @@ def load_weights(
     `required` ones must match in any case: their tensors have no values yet. `ties` are names of one tensor, of which
     one is enough.
     """
-    path = weights.locate()
     reports: list[WeightsReport] = []
 
-    def read() -> None:
-        with open_weights(path) as reader:
-            named = _renamed(_part(reader, weights, model, path), rename, path, known=tensors)
-            report, wanted = _match(reader, named, tensors, path, ties)
-            _check(report, model, strict=strict, optional=optional, found=named)
-            _check_required(report, model, required)
-            with torch.no_grad():
-                reader.fill(wanted)
-            reports.append(report)
+    def read() -> list[str | None]:
+        before = read_save(path)
+        try:
+            with open_weights(path) as reader:
+                named = _renamed(_part(reader, weights, model, path), rename, path, known=tensors)
+                report, wanted = _match(reader, named, tensors, path, ties)
+                _check(report, model, strict=strict, optional=optional, found=named)
+                _check_required(report, model, required)
+                with torch.no_grad():
+                    reader.fill(wanted)
+                reports.append(report)
+        except (NoValidCheckpoint, UsageError):
+            if read_save(path) == before:
+                raise
+        return [before, read_save(path)]
 
-    RankExchange(f"read weights from {path}").all_gather(read)
-    return reports[0]
+    while True:
+        path = weights.locate()
+        saves = RankExchange(f"read weights from {path}").all_gather(read)
+        if len({save for both in saves for save in both}) == 1:
+            return reports[-1]  # else a run that trains has replaced or removed it meanwhile
 
 
 def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dict[str, str]:
@@ -171,9 +180,10 @@ def _match(
     fitting = [name for name in both if reader.entries[named[name]].shape == tuple(tensors[name].shape)]
     found = set(fitting)
     tied = {name for names in ties if not found.isdisjoint(names) for name in names}
+    matched = found | tied
     report = WeightsReport(
         path=path,
-        matched=tuple(name for name in tensors if name in found | tied),
+        matched=tuple(name for name in tensors if name in matched),
         missing=tuple(name for name in tensors if name not in named and name not in tied),
         mismatched=tuple(name for name in both if name not in found),
         left_over=tuple(name for name in named if name not in tensors),

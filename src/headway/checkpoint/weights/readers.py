@@ -204,6 +204,11 @@ def _entry(file: str, name: str, value: object, first: int, file_bytes: int) -> 
             entry = TensorEntry(dtype=dtype, shape=sizes, chunks=(chunk,))
             if entry.bytes == end - begin:
                 return entry
+        case {"dtype": str(dtype)} if dtype not in ITEM_BYTES:
+            raise UsageError(
+                f"{file} has tensor {name!r:.100} of type {dtype!r:.20}, which cannot be loaded: convert it to another "
+                "type, such as BF16"
+            )
     raise DamagedCheckpoint(f"{file}: the entry of tensor {name!r:.100} is inconsistent")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, final
 
@@ -72,9 +73,11 @@ class Weights:
             candidates = [exchange.from_root(lambda: str(self._chosen(Path(where))))]
         problems: list[str] = []
         for candidate in map(Path, candidates):
-            found = verify_on_all_ranks(exchange, candidate)
+            _, found = verify_on_all_ranks(exchange, candidate)
             if not found:
                 return candidate
+            if not exchange.from_root(partial(os.path.lexists, candidate)):
+                return self.locate()  # a run that trains has removed it: choose again
             problems.append(f"{candidate.name}: {found[0]}")
             if exchange.rank == 0:
                 logger.warning(f"{candidate} is damaged and is not read: {found[0]}")

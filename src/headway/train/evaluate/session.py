@@ -18,7 +18,7 @@ from headway.checkpoint.weights.loading import has_averages, load_weights
 from headway.checkpoint.weights.readers import read_stamps
 from headway.dist.collective.guard import from_root
 from headway.dist.shared_run import open_run
-from headway.errors import UsageError, unknown_name
+from headway.errors import NoValidCheckpoint, UsageError, unknown_name
 from headway.run import Run, check_name, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
 from headway.system import files
@@ -164,8 +164,15 @@ def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> EvalSession:
     chosen = _choose_weights(run, weights, pipe._root)
     chosen = replace(chosen, source=chosen.locate(), at="last")
     path = Path(chosen.source)  # type: ignore[arg-type]
-    stamps = from_root(lambda: read_stamps(path))  # before they are read: newer weights then have another one
-    averaged = [model.name for model in pipe.registered_models.values() if _load_model(model, chosen)]
+    try:
+        stamps = from_root(
+            lambda: read_stamps(path)
+        )  # before they are read: newer weights then have another one
+        averaged = [model.name for model in pipe.registered_models.values() if _load_model(model, chosen)]
+    except (NoValidCheckpoint, UsageError):
+        if from_root(path.exists):
+            raise
+        return _load(pipe, run, weights)  # another process trains the run and has removed it: choose again
     identity = {"source": str(path), "files": stamps, "model": chosen.model, "averaged": averaged}
     name = path.name.removeprefix("step-")
     step = int(name) if name != path.name and name.isdigit() else None
