@@ -204,6 +204,7 @@ def test_metrics_may_be_of_any_size(tmp_path: Path) -> None:
 def test_rows_with_many_metrics_are_read_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.watch.view.metric_rows._WHOLE_BYTES", 1 << 18)
     monkeypatch.setattr("headway.watch.view.metric_rows._KEPT_BYTES", 1 << 16)
+    monkeypatch.setattr("headway.watch.view.metric_rows._PLACES", 120)
     run = make_run(tmp_path, ranks=2, log_points=60)
     norms = {f"norm/layers.{number}.weight": 1.0 for number in range(900)}
     rows = [row(10 * n, 0, time.time() - 60 + n) for n in range(1, 61)]
