@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -258,5 +259,58 @@ def test_runs_of_others_are_not_the_newest_and_do_not_take_ids(tmp_path: Path) -
     assert watched.newest_run(tmp_path) == watched.resolve([mine.id], tmp_path) == [mine]
     assert [run.path for run in find_runs("a-2099", tmp_path)] == [theirs], "who names it gets it"
     assert find_runs(str(theirs), tmp_path)[0].path == theirs
+    longer = Run.create(tmp_path, name=f"{mine.id}-tuned")
+    assert find_runs(mine.id, tmp_path) == [mine] and len(find_runs(mine.id[:-1], tmp_path)) == 2
+    shutil.rmtree(longer.path)
     shutil.rmtree(mine.path)
     assert find_latest(tmp_path) is None
+
+
+@pytest.fixture
+def shared_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A root for the runs of all users, with one of somebody else's; this process is an ordinary user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make files of others")
+    with tempfile.TemporaryDirectory() as made:  # not in pytest's own directory, which is root's alone
+        root = Path(made)
+        root.chmod(0o1777)
+        monkeypatch.chdir(root)
+        monkeypatch.setenv("HOME", made)
+        theirs = Run.create(root, name="a", config={"lr": 1})
+        for path in (theirs.path, *theirs.path.rglob("*")):
+            os.lchown(path, NOBODY - 1, NOBODY - 1)
+        (root / "lost+found").mkdir(mode=0o700)
+        os.seteuid(NOBODY)
+        try:
+            yield root
+        finally:
+            os.seteuid(os.getuid())
+
+
+def test_runs_that_others_have_closed_are_passed_over(
+    shared_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [theirs] = shared_root.glob("a-*")
+    said: list[str] = []
+    assert runs_under(shared_root, warn=said.append) == []
+    assert find_latest(shared_root) is None
+    own = choose(shared_root, name="a", config={"lr": 1}, world={}, resume="auto").run
+    assert runs_under(shared_root, warn=said.append) == [own]
+    assert find_runs(own.id[-4:], shared_root) == [own]
+    assert cli.main(["runs", "--root", str(shared_root)]) == 0
+    shown = capsys.readouterr()
+    assert own.id in shown.out and theirs.name not in shown.out + shown.err
+    assert said == []
+    assert cli.main(["watch", str(theirs), "--once"]) == 2
+    assert f"{theirs}/run.json cannot be read: Permission denied" in capsys.readouterr().err
+
+
+def test_ones_own_run_that_may_not_be_read_is_not_trained_again(shared_root: Path) -> None:
+    own = Run.create(shared_root, name="a", config={"lr": 1})
+    own.path.chmod(0)  # as with a network file system whose ticket has expired
+    said: list[str] = []
+    assert runs_under(shared_root, warn=said.append) == []
+    assert said == [f"{own.info_file} cannot be read: Permission denied"]
+    with pytest.raises(UsageError, match="Permission denied"):
+        choose(shared_root, name="a", config={"lr": 1}, world={}, resume="auto")
+    own.path.chmod(0o700)

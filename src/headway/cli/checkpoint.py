@@ -54,7 +54,7 @@ class _CheckpointOptions:
         """Returns the path, or the directory of the run that it names by its id, or by a beginning or end of that."""
         if os.path.lexists(self.path) or not (found := find_runs(str(self.path), self.root)):
             return self.path
-        run, *more = [run for run in found if run.id == str(self.path)] or found
+        run, *more = found
         if more:
             raise UsageError(
                 f"{str(self.path)!r} matches {len(found)} runs in {self.root}; give the path of a run, or more of its "

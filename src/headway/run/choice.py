@@ -255,7 +255,9 @@ def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int])
                 or found == config
             ):
                 raise
-        except UsageError:
+        except UsageError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise  # whether there is a checkpoint in it, nobody can tell
             continue  # there is no checkpoint in it
 
 

@@ -27,6 +27,7 @@ from headway.run.info import (
 )
 from headway.run.paths import RunPaths
 from headway.run.plain import is_yaml, to_plain
+from headway.run.rebuild import named_run
 from headway.schedulers.base import JobIds
 from headway.system import files, ownership
 from headway.system.jsonlines import JsonLinesWriter
@@ -368,9 +369,9 @@ def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = Non
 
 
 def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """Returns the run at a path; else those under `root` whose id begins with the text or ends with it.
+    """Returns the run at a path; else the one under `root` with this id; else those whose id begins or ends with it.
 
-    If some of these are this user's, those of others do not count.
+    If some of the last are this user's, those of others do not count.
 
     >>> find_runs("x7k2")  # doctest: +SKIP
     [Run(path=PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2'), ...)]
@@ -380,7 +381,7 @@ def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
     if has_info(Path(place)):
         return [Run.open(place)]
     found = [run for run in runs_under(root) if run.id.startswith(place) or run.id.endswith(f"-{place}")]
-    return own_runs(found) or found
+    return [run for run in found if run.id == place] or own_runs(found) or found
 
 
 def own_runs(runs: Sequence[Run]) -> list[Run]:
@@ -402,8 +403,8 @@ def runs_under(
 ) -> list[Run]:
     """Returns the runs under `root`, of that name if one is given, the newest first.
 
-    Unfinished directories, links and directories of other kinds are skipped; `warn` is called with a message for
-    each run that cannot be read.
+    Unfinished directories, links, directories of other kinds and those that other users have closed are skipped; `warn`
+    is called with a message for each run that cannot be read.
     """
     if name is not None:
         check_name(name)
@@ -422,10 +423,20 @@ def runs_under(
         try:
             info = read_info(path)
         except UsageError as error:
-            if has_info(path):  # else it is not a run, or not yet
+            if has_info(path) and not _is_closed(path, error):  # else it is not a run, or not yet
                 warn(str(error))
             continue
         if name in (None, info["name"]):
             run = Run(path=path.absolute(), id=path.name, name=info["name"])  # run.json could name any id
             found.append((info["created"], run))
     return [run for _, run in sorted(found, key=lambda pair: (pair[0], pair[1].id), reverse=True)]
+
+
+def _is_closed(path: Path, error: UsageError) -> bool:
+    """Whether a directory may not be looked into, and is not a run that this user, or root in a container, has made."""
+    if not isinstance(error.__cause__, PermissionError):
+        return False
+    try:
+        return named_run(path) is None or path.lstat().st_uid not in (os.geteuid(), 0)
+    except FileNotFoundError:  # removed meanwhile
+        return True

@@ -23,8 +23,11 @@ Info = dict[str, Any]
 
 
 def has_info(path: Path) -> bool:
-    """Returns whether a directory is a run directory."""
-    return RunPaths(path=path).info_file.exists()
+    """Returns whether a directory is a run directory; also if it may not be looked into, and nothing tells."""
+    try:
+        return RunPaths(path=path).info_file.exists()
+    except PermissionError:
+        return True
 
 
 def read_info(path: Path) -> Info:
