@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,30 @@ def test_without_git(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) 
     )
     with pytest.raises(UsageError, match="has no commit to pin the job to"):
         take(Run.create(run.path.parent), "train.py", dirty="refuse")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
+@pytest.mark.parametrize("kind", ["git", "plain"])
+def test_what_a_container_has_closed_is_left_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the database that a container, as root, keeps in a directory of the project."""
+    with tempfile.TemporaryDirectory() as made:  # not in pytest's own directory, which is root's alone
+        folder = Path(made)
+        (folder / "train.py").touch()
+        if kind == "git":
+            (folder / ".gitignore").write_text("pgdata/\n")
+            git(folder, "init", "-q")
+        for path in (folder, *folder.rglob("*")):
+            os.lchown(path, 65534, 65534)
+        (folder / "pgdata").mkdir(mode=0o700)
+        (folder / "pgdata/PG_VERSION").touch()
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("HOME", "/nowhere")
+        os.seteuid(65534)
+        try:
+            code = project_files.gather(folder / "train.py", limit=10**9)
+        finally:
+            os.seteuid(os.getuid())
+    assert "train.py" in code.names and code.left_out == ("pgdata/ (it may not be read)",)
 
 
 def test_settings_of_a_home_in_git_are_not_code(tmp_path: Path, run: Run) -> None:

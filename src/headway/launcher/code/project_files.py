@@ -37,6 +37,7 @@ _NOISE = re.compile(
 _RESULTS = re.compile(
     "build|checkpoints|data|datasets|dist|lightning_logs|logs|mlruns|outputs|runs|tmp|wandb"
 )
+_CLOSED = "it may not be read"
 
 
 @final
@@ -141,7 +142,11 @@ def _new_files(root: Path) -> tuple[list[str], list[str], list[str]]:
     for name in _names(root, "--others", "--ignored", "--exclude-standard", "--directory"):
         hidden_directory = name.startswith(".") and name.endswith("/")  # caches of tools
         noise = hidden_directory or any(map(_NOISE.fullmatch, PurePath(name).parts))
-        if not noise and not (root / name / "pyvenv.cfg").exists():
+        if noise:
+            continue
+        if name.endswith("/") and not _may_read(root / name):
+            verdicts[name] = _CLOSED
+        elif not (root / name / "pyvenv.cfg").exists():
             # a generated _version.py or a compiled extension is needed, even if git ignores it
             verdicts[name] = _why_not(root / name, _IMPORTABLE, "ignored by git")
             ignored.add(name)
@@ -203,6 +208,8 @@ def _is_home(path: Path) -> bool:
 def _not_code(path: Path) -> str | None:
     if _is_home(path.parent):
         return "a directory of a home"
+    if not _may_read(path):
+        return _CLOSED
     if (path / "pyvenv.cfg").exists():
         return "a virtual environment"
     if has_info(path):
@@ -210,6 +217,10 @@ def _not_code(path: Path) -> str | None:
     if _RESULTS.fullmatch(path.name) and not any(path.glob("*.py")):
         return "data or results, by its name"
     return None
+
+
+def _may_read(directory: Path) -> bool:
+    return os.access(directory, os.R_OK | os.X_OK, effective_ids=True)
 
 
 def _submodules(root: Path) -> dict[str, str]:
