@@ -43,6 +43,7 @@ OPEN_MPI = {
     "PMIX_RANK": "2",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_JOBID": "17.0", "PMI_FD": "12"}
 
 
 def place(environ: dict[str, str]) -> tuple[str, int, int, int | None, int | None]:
@@ -99,10 +100,18 @@ def test_steps_have_different_names_and_restarts_too() -> None:
         pytest.param(MPICH, ("mpi", 1, 2, 1, 2), id="MPICH"),
         pytest.param(TORCHRUN | {"HEADWAY_RENDEZVOUS": "/x"}, ("headway", 5, 8, 1, 4), id="headway"),
         pytest.param(SRUN_STEP | {"PMIX_RANK": "3"}, ("srun", 3, 4, 0, 1), id="srun --mpi=pmix"),
+        pytest.param(SRUN_STEP | PMI2, ("srun", 3, 4, 0, 1), id="srun --mpi=pmi2"),
+        pytest.param(SRUN_STEP | MPICH, ("mpi", 1, 2, 1, 2), id="mpiexec in a step of srun"),
+        pytest.param(
+            SRUN_STEP | PMI2 | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+            ("mpi", 3, 4, 0, 1),
+            id="mpiexec in a step of srun, with the same numbers",
+        ),
+        pytest.param(PMI2, ("mpi", 3, 4, None, None), id="another launcher of MPI"),
     ],
 )
 def test_the_innermost_launcher_counts(
-    environ: dict[str, str], expected: tuple[str, int, int, int, int]
+    environ: dict[str, str], expected: tuple[str, int, int, int | None, int | None]
 ) -> None:
     assert place(environ) == expected
 
@@ -129,6 +138,8 @@ def test_where_ranks_meet() -> None:
             {"RANK": "0", "WORLD_SIZE": "2"},
             "MASTER_ADDR and MASTER_PORT are not: start the script with torchrun",
         ),
+        (TORCHRUN | {"MASTER_PORT": "29500x"}, "MASTER_PORT='29500x' is not a port"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "give a number from 1 to 65535"),
         (SRUN_STEP | {"SLURM_STEP_TASKS_PER_NODE": "3;1"}, "expected a form like '2\\(x3\\),1'"),
     ],
 )

@@ -2,7 +2,8 @@
 
 Launchers differ by data, not by code: each is an entry in a table of variable names. The order of the table matters,
 because SLURM's variables are wrong under mpirun and torchrun (they count nodes, or are zero on every rank). A batch
-script has SLURM_NTASKS=4 although it is one process, so SLURM counts only inside a job step.
+script has SLURM_NTASKS=4 although it is one process, so SLURM counts only inside a job step. With MpiDefault=pmi2, as
+many sites have it, srun also sets the variables by which MPICH is recognized.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from headway.schedulers.slurm.hostlist import expand
 from headway.system.environment import RENDEZVOUS
 
 Environ = Mapping[str, str]
+
+_MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,13 @@ def _unknown(environ: Environ) -> None:
     """The launcher does not say."""
 
 
+def _is_not_sruns(environ: Environ) -> bool:
+    """Whether PMI_RANK is not one of srun's own numbers. mpiexec in a step of srun also says the rank on the node."""
+    own = [environ.get(name) for name in ("PMI_RANK", "PMI_SIZE")]
+    sruns = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
+    return own != sruns or "MPI_LOCALRANKID" in environ
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Launcher:
     """The variables of one launcher, and functions for those that are more than a number."""
@@ -55,6 +65,8 @@ class _Launcher:
     name: str
     marker: str
     """the variable whose presence means that this launcher started us"""
+    counts: Callable[[Environ], bool] = lambda _: True
+    """whether the marker is this launcher's own"""
     rank: str
     world_size: str
     local_rank: str
@@ -73,7 +85,7 @@ def detect(environ: Environ = os.environ) -> LaunchEnvironment:
     1
     """
     for launcher in _LAUNCHERS:
-        if launcher.marker in environ:
+        if launcher.marker in environ and launcher.counts(environ):
             return _read(launcher, environ)
     return LaunchEnvironment(
         launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1, node=socket.gethostname()
@@ -120,6 +132,8 @@ def _store_address(launcher: _Launcher, environ: Environ) -> str | None:
         return None
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if host and port:
+        if not port.isdecimal() or not 0 < int(port) <= _MAX_PORT:
+            raise UsageError(f"MASTER_PORT={port[:40]!r} is not a port: give a number from 1 to {_MAX_PORT}")
         return f"{host}:{port}"
     if launcher.store == "required":
         raise UsageError(
@@ -229,6 +243,7 @@ _LAUNCHERS = (
     _Launcher(
         name="mpi",  # MPICH
         marker="PMI_RANK",
+        counts=_is_not_sruns,
         rank="PMI_RANK",
         world_size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
