@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from headway.doctor import checks as doctor, probes
 from headway.doctor.checks import CheckResult, MachineReport
 from headway.doctor.probes import ProgramOutput
 from headway.schedulers.base import Health
+from headway.system.limits import MemoryLimit
 
 GIB = 2**30
 DRIVER = Driver(version="570.86", cuda=(12, 8))
@@ -54,6 +56,7 @@ VERDICTS = [
     (doctor.packages({"torch": "2.11", "rich": "0.9"}, {"torch": "2.11"}), "bad", "rich is missing"),
     (doctor.gpus(BARE, None, torch_cuda=None, device_files=0), "ok", "training uses the CPU"),
     (doctor.gpus(BARE, None, torch_cuda="12.8", device_files=8), "bad", "/dev has 8"),
+    (doctor.gpus(BARE, DRIVER, torch_cuda="12.8", device_files=8), "warn", "may use none of them"),
     (doctor.gpus(ONE, DRIVER, torch_cuda="12.8", device_files=1), "ok", "1 x H100, 80 GiB, driver 570.86"),
     (
         doctor.gpus(ONE, DRIVER, torch_cuda="12.9", device_files=1),
@@ -70,6 +73,11 @@ VERDICTS = [
         doctor.infiniband(replace(BARE, ports=[PORT, replace(PORT, active=False)]), locked_memory=NO_LIMIT),
         "warn",
         "down: mlx5_0 port 1",
+    ),
+    (
+        doctor.infiniband(replace(BARE, ports=[PORT, replace(PORT, active=False)]), locked_memory=8 << 20),
+        "warn",
+        "down: mlx5_0 port 1; locked memory is limited to 8 MiB",
     ),
     (doctor.host_name(BARE, cluster=True), "ok", "10.0.0.5"),
     (doctor.host_name(replace(BARE, address=None), cluster=False), "warn", "does not resolve"),
@@ -198,6 +206,29 @@ def test_a_run_root_that_cannot_be_written_is_bad(tmp_path: Path) -> None:
     assert (inside_a_file.verdict, "Not a directory" in inside_a_file.detail) == ("bad", True)
     [read_only] = doctor.run_root(Path("/proc/runs"))
     assert read_only.verdict == "bad"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
+def test_a_run_root_behind_a_closed_door_is_bad() -> None:
+    with tempfile.TemporaryDirectory() as closed:  # root's alone
+        os.seteuid(65534)
+        try:
+            [check] = doctor.run_root(Path(closed, "runs"))
+        finally:
+            os.seteuid(os.getuid())
+    assert (check.verdict, check.detail) == ("bad", f"{closed}/runs cannot be written: Permission denied")
+
+
+def test_free_memory_is_that_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_limits", lambda: [MemoryLimit(64 * GIB, 32 * GIB), MemoryLimit(16 * GIB, GIB)])
+    memory, *_ = doctor.system()
+    assert (memory.name, memory.verdict) == ("memory", "warn") and memory.detail.startswith("1.0 of ")
+
+
+def test_a_machine_without_dev_shm_that_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "/dev/shm" in {check.name for check in doctor.system()}
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "/dev/shm" not in {check.name for check in doctor.system()}
 
 
 # ---- the canary: real ranks

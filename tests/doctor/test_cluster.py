@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml as nv
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from headway import dist
 from headway.cli import main as headway
+from headway.dist.topology import nvml
 from headway.dist.topology.clocks import ClockOffset, measure_clocks
 from headway.dist.topology.interconnect import Interconnect, Link, ProcessGroupTransport, check_interconnect
 from headway.doctor import checks, cluster, examination, job, probes, storage
 from headway.doctor.checks import CheckResult, bad, ok, warn
 from headway.doctor.cluster import NodeReport
 from headway.launcher.targets import Slurm
+from headway.record import diagnostics
 from headway.testing import ranks
 
 GIB = 2**30
@@ -208,6 +211,44 @@ def test_memory_errors_are_read_through_nvml(monkeypatch: pytest.MonkeyPatch) ->
     found = checks.gpu_health([sample])
     assert found.verdict == "bad"
     assert "2 uncorrectable" in found.detail and "heat (hardware)" in found.detail
+
+
+def test_a_gpu_that_is_lost_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU here: NVML's functions are replaced, the readers are the real ones."""
+
+    def handle(index: int) -> int:
+        if index != 2:
+            raise (nv.NVMLError_Unknown if index else nv.NVMLError_NoPermission)
+        return index
+
+    def refuse(*_: object) -> None:
+        raise nv.NVMLError_Unknown  # not only what is not supported
+
+    for name in [name for name in dir(nv) if name.startswith("nvmlDeviceGet")]:
+        monkeypatch.setattr(nv, name, refuse)
+    monkeypatch.setattr(nv, "nvmlInit", lambda: None)
+    monkeypatch.setattr(nv, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(nv, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(nv, "nvmlDeviceGetHandleByIndex", handle)
+    monkeypatch.setattr(nv, "nvmlDeviceGetUUID", lambda _: "GPU-c")
+    monkeypatch.setattr(nv, "nvmlDeviceGetName", lambda _: "H200")
+    monkeypatch.setattr(nv, "nvmlDeviceGetPciInfo", lambda _: SimpleNamespace(busId="00000000:1B:00.0"))
+    assert [(gpu.name, gpu.uuid, gpu.nvlinks) for gpu in nvml.read_gpus()] == [("H200", "GPU-c", {})]
+    lost, other = probes.sample_gpus()
+    assert lost == {"index": 0, "error": "Unknown Error"} and other == {"index": 1, "uuid": "GPU-c"}
+    found = checks.gpu_health([lost, other])
+    assert (found.verdict, found.detail) == ("bad", "GPU 0 does not respond: Unknown Error")
+
+
+def test_a_driver_that_does_not_respond_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that has lost its devices, for which NVML knows no better word, can train on the CPU."""
+
+    def fail() -> None:
+        raise nv.NVMLError_Unknown
+
+    monkeypatch.setattr(nv, "nvmlInit", fail)
+    assert nvml.read_gpus() == probes.sample_gpus() == diagnostics.collect()["gpus"] == []
+    assert nvml.read_driver() is None
 
 
 def test_gpus_of_other_jobs_on_a_node_are_not_judged() -> None:

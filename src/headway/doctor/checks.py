@@ -22,7 +22,7 @@ from headway import schedulers
 from headway.doctor import probes
 from headway.doctor.probes import ProgramOutput
 from headway.schedulers.base import Health
-from headway.system.limits import filesystem_type, resource_limits, usable_cpus
+from headway.system.limits import filesystem_type, memory_limits, resource_limits, usable_cpus
 
 if TYPE_CHECKING:
     from headway.dist.topology.machine import Topology
@@ -183,8 +183,9 @@ def machine(
 ) -> Iterator[CheckResult]:
     """Checks GPUs, links, network and CPUs; `samples` are of GPUs under load, if there are any."""
     yield gpus(topology, driver, torch_cuda=probes.torch_cuda(), device_files=probes.count_gpu_files())
-    if topology.gpus:
-        yield gpu_health(probes.sample_gpus() if samples is None else samples)
+    found = probes.sample_gpus() if samples is None else samples
+    if topology.gpus or any("error" in gpu for gpu in found):
+        yield gpu_health(found)
     if len(topology.gpus) > 1:
         yield gpu_links(topology)
     if topology.ports:
@@ -197,10 +198,13 @@ def gpus(
     topology: Topology, driver: Driver | None, *, torch_cuda: str | None, device_files: int
 ) -> CheckResult:
     """Checks GPUs. `torch_cuda`: the CUDA version that torch was built with; `device_files`: GPUs in /dev."""
+    if driver is None and device_files:
+        detail = f"/dev has {device_files}, but the driver does not respond"
+        return bad("GPUs", detail, "run nvidia-smi; after a driver update, restart the machine or the container")
     if driver is None or not topology.gpus:
-        if device_files:
-            detail = f"/dev has {device_files}, but the driver does not respond"
-            return bad("GPUs", detail, "run nvidia-smi; after a driver update, restart the machine")
+        if device_files:  # those of a node are there for all, and a job may use its own
+            detail = f"/dev has {device_files}, but this process may use none of them: it trains on the CPU"
+            return warn("GPUs", detail, "to use them, request GPUs: --gpus-per-node, or docker run --gpus all")
         return ok("GPUs", "no NVIDIA GPU; training uses the CPU")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in topology.gpus))
     memory = min(gpu.memory for gpu in topology.gpus) / _GIB
@@ -269,13 +273,11 @@ def infiniband(topology: Topology, *, locked_memory: int) -> CheckResult:
     detail = describe_ports(topology)
     down = [str(port) for port in topology.ports if not port.active]
     if down:
-        return warn(
-            "InfiniBand", f"{detail}; down: {', '.join(down)}", "run ibstat; unused ports are harmless"
-        )
-    if locked_memory != resource.RLIM_INFINITY:
+        detail = f"{detail}; down: {', '.join(down)}"
+    if locked_memory != resource.RLIM_INFINITY and len(down) < len(topology.ports):
         detail = f"{detail}; locked memory is limited to {locked_memory / 2**20:.0f} MiB"
         return warn("InfiniBand", detail, "RDMA may fail: ulimit -l unlimited")
-    return ok("InfiniBand", detail)
+    return warn("InfiniBand", detail, "run ibstat; unused ports are harmless") if down else ok("InfiniBand", detail)
 
 
 def host_name(topology: Topology, *, cluster: bool) -> CheckResult:
@@ -295,8 +297,10 @@ def host_name(topology: Topology, *, cluster: bool) -> CheckResult:
 def system() -> Iterator[CheckResult]:
     """Checks memory and limits."""
     memory = psutil.virtual_memory()
-    yield host_memory(memory.total, memory.available, limit=resource_limits().memory)
-    yield shared_memory(probes.filesystem_bytes(Path("/dev/shm")))
+    free = min((each.free for each in memory_limits()), default=memory.available)
+    yield host_memory(memory.total, min(free, memory.available), limit=resource_limits().memory)
+    if sys.platform == "linux":  # macOS has shared memory without a directory
+        yield shared_memory(probes.filesystem_bytes(Path("/dev/shm")))
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     soft = {name: resource.getrlimit(number)[0] for name, number in _LIMITS.items()}
     yield limits({name: value for name, value in soft.items() if value != resource.RLIM_INFINITY})
@@ -312,7 +316,7 @@ def cpus(usable: int, total: int, *, gpus: int) -> CheckResult:
 
 
 def host_memory(total: int, available: int, *, limit: int | None) -> CheckResult:
-    """Checks the free memory; `limit` is that of the control group."""
+    """Checks the free memory, of the machine and in its control groups; `limit` is the tightest of these."""
     detail = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     if limit is not None and limit < total:
         detail, available = f"{detail}, this process may use {limit / _GIB:.1f}", min(available, limit)
@@ -367,8 +371,9 @@ def limits(found: Mapping[str, int]) -> CheckResult:
 
 def run_root(root: Path) -> list[CheckResult]:
     """Checks where runs will be written: permission, free space, time of an fsync, clock."""
-    directory = probes.nearest_directory(root)
+    directory = root.absolute()
     try:
+        directory = probes.nearest_directory(root)
         written = probes.measure_write(directory)
     except OSError as error:
         detail = f"{directory} cannot be written: {error.strerror}"

@@ -11,14 +11,6 @@ import pynvml as nv
 
 SWITCH = "switch"
 
-# no driver, or one that cannot be used: not loaded, of another version than its library, or not permitted
-_ABSENT = (
-    nv.NVMLError_LibraryNotFound,
-    nv.NVMLError_DriverNotLoaded,
-    nv.NVMLError_LibRmVersionMismatch,
-    nv.NVMLError_NoPermission,
-)
-_UNKNOWN = (nv.NVMLError_NotSupported, nv.NVMLError_InvalidArgument, nv.NVMLError_FunctionNotFound)
 _ANCESTORS = {
     nv.NVML_TOPOLOGY_INTERNAL: "same board",
     nv.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
@@ -56,19 +48,21 @@ class Driver:
 
 def read_gpus() -> list[Gpu]:
     """Returns the GPUs of this machine that respond; none without a driver."""
+    found: list[Gpu] = []
     with _session() as available:
-        if not available:
-            return []
         handles = {}
-        for index in range(nv.nvmlDeviceGetCount()):
-            with suppress(nv.NVMLError_GpuIsLost, nv.NVMLError_NoPermission):  # broken, or another job's
+        for index in range(nv.nvmlDeviceGetCount() if available else 0):
+            with suppress(nv.NVMLError):  # broken, or another job's
                 handle = nv.nvmlDeviceGetHandleByIndex(index)
                 handles[pci_address(nv.nvmlDeviceGetPciInfo(handle).busId)] = handle
-        return [_gpu(index, pci, handles) for index, pci in enumerate(handles)]
+        for pci in handles:
+            with suppress(nv.NVMLError):
+                found.append(_gpu(len(found), pci, handles))
+    return found
 
 
 def read_driver() -> Driver | None:
-    """Returns the driver of this machine; None if there is none."""
+    """Returns the driver of this machine; None if there is none that responds."""
     with _session() as available:
         if not available:
             return None
@@ -88,9 +82,10 @@ def pci_address(bus_id: str) -> str:
 
 @contextmanager
 def _session() -> Iterator[bool]:
+    """Yields whether there is a driver that responds."""
     try:
         nv.nvmlInit()
-    except _ABSENT:
+    except nv.NVMLError:  # also "Unknown Error": a container that has lost its devices, as when systemd is reloaded
         yield False
         return
     try:
@@ -116,7 +111,7 @@ def _gpu(index: int, pci: str, handles: Mapping[str, object]) -> Gpu:
 def _memory(handle: object) -> int:
     try:
         return int(nv.nvmlDeviceGetMemoryInfo(handle).total)
-    except _UNKNOWN:  # a GPU that shares the memory of its host
+    except nv.NVMLError:  # a GPU that shares the memory of its host
         return 0
 
 
@@ -127,7 +122,7 @@ def _nvlinks(handle: object) -> dict[str, int]:
             if not nv.nvmlDeviceGetNvLinkState(handle, number):
                 continue
             end = _far_end(handle, number)
-        except _UNKNOWN:  # this GPU has fewer links, or none
+        except nv.NVMLError:  # this GPU has fewer links, or none
             continue
         counts[end] = counts.get(end, 0) + 1
     return counts
@@ -143,7 +138,7 @@ def _fabric(handle: object) -> str | None:
     info = nv.c_nvmlGpuFabricInfoV_t()
     try:
         nv.nvmlDeviceGetGpuFabricInfoV(handle, byref(info))
-    except _UNKNOWN:
+    except nv.NVMLError:
         return None
     cluster = bytes(info.clusterUuid)  # all zero on machines whose NVLinks end at their own switches
     if info.state != nv.NVML_GPU_FABRIC_STATE_COMPLETED or not any(cluster):
@@ -154,5 +149,5 @@ def _fabric(handle: object) -> str | None:
 def _between(handle: object, other: object) -> str:
     try:
         return _ANCESTORS.get(nv.nvmlDeviceGetTopologyCommonAncestor(handle, other), "unknown")
-    except _UNKNOWN:
+    except nv.NVMLError:
         return "unknown"

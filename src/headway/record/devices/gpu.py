@@ -23,16 +23,26 @@ _THROTTLING = {
 
 @contextmanager
 def nvml_session() -> Iterator[list[Any]]:
-    """Yields the handles of all GPUs; none without a driver."""
+    """Yields the handles of all GPUs, or the error in place of one that is lost; none without a driver."""
     try:
         nv.nvmlInit()
     except nv.NVMLError:
         yield []
         return
     try:
-        yield [nv.nvmlDeviceGetHandleByIndex(index) for index in range(nv.nvmlDeviceGetCount())]
+        yield list(_handles())
     finally:
         nv.nvmlShutdown()
+
+
+def _handles() -> Iterator[Any]:
+    for index in range(nv.nvmlDeviceGetCount()):
+        try:
+            yield nv.nvmlDeviceGetHandleByIndex(index)
+        except nv.NVMLError_NoPermission:  # another job's
+            continue
+        except nv.NVMLError as error:
+            yield error
 
 
 def sample_gpu(index: int, handle: Any) -> Sample:
@@ -40,6 +50,8 @@ def sample_gpu(index: int, handle: Any) -> Sample:
 
     What a GPU does not report is left out; one that is lost has only its index and the error.
     """
+    if isinstance(handle, nv.NVMLError):
+        return {"index": index, "error": str(handle)}
     try:
         found: Sample = {"index": index, "uuid": nv.nvmlDeviceGetUUID(handle)}
     except nv.NVMLError as error:
@@ -69,6 +81,8 @@ def memory_errors(handle: Any) -> Sample:
 
     What a GPU does not report is left out.
     """
+    if isinstance(handle, nv.NVMLError):
+        return {}
     rows = _ask(lambda: nv.nvmlDeviceGetRemappedRows(handle))  # corrected, uncorrected, waits, failed
     facts = {
         "ecc_since_reset": _ask(
