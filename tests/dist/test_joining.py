@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -162,6 +163,17 @@ def test_a_meeting_point_that_others_could_have_written_is_refused(meeting: File
             meeting.find()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
+def test_a_meeting_point_behind_a_closed_door_is_named() -> None:
+    with tempfile.TemporaryDirectory() as closed:  # root's alone
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UsageError, match=r"cannot be written \(Permission denied\); set HEADWAY_RUNS"):
+                FileRendezvous(Path(closed, "runs", "address")).check()
+        finally:
+            os.seteuid(os.getuid())
+
+
 def test_many_launches_at_once() -> None:
     """A hundred of them with HEADWAY_FAULTS=full."""
     launches = 100 if FULL else 25
@@ -197,6 +209,12 @@ BAD = {
     "name with a space": ("hw.Pipeline(name='my run')", {}, "'my run' is not a valid run name"),
     "root that is a file": ("hw.init(); hw.dist.open_run('file')", {}, "file"),
     "no store": ("hw.init()", {"RANK": "0", "WORLD_SIZE": "2"}, "start the script with torchrun"),
+    "time of torch": (
+        "import datetime; hw.init(step_timeout=datetime.timedelta(hours=1))",
+        {},
+        "step_timeout=datetime.timedelta(seconds=3600) is not a valid time: give seconds, such as 600",
+    ),
+    "no time": ("hw.init(setup_timeout=-1)", {}, "setup_timeout=-1 is not a valid time"),
     "two ranks and nowhere to meet": (
         "hw.init()",
         {
@@ -242,6 +260,66 @@ assert before == after, (before, after)
     done = run(code, tmp_path, {})
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_check_for_hangs_collectives_have_a_timeout(tmp_path: Path) -> None:
+    """Of 0 seconds, NCCL would end the run at its first collective."""
+    code = """
+import torch.distributed as d, headway as hw
+real, seen = d.init_process_group, []
+d.init_process_group = lambda *args, **given: (seen.append(given["timeout"]), real(*args, **given))
+hw.init(device="cpu", step_timeout=0)
+print(seen[0].total_seconds())
+"""
+    assert run(code, tmp_path, {}).stdout == "1800.0\n"
+
+
+RESTARTED = """
+import os, signal, sys, torch, torch.distributed as d, headway as hw
+hw.dist.is_initialized()  # imports the package before the forks
+torch.set_num_threads(1)
+
+def rank(number, start):
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    hw.init(device="cpu", setup_timeout=60)
+    store = hw.dist.store()
+    if start == 0:
+        store.set(f"left by {number}", "x")
+        hw.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    left = store.check(["left by 0"]) or store.check(["left by 1"])
+    total = torch.tensor([number + 1])
+    d.all_reduce(total)
+    hw.dist.leave()
+    os._exit(1 if left or total.item() != 3 else 0)
+
+def torchrun(pipe):
+    store = d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(pipe, str(store.port).encode())
+    signal.pause()
+
+readable, writable = os.pipe()
+if not (agent := os.fork()):
+    torchrun(writable)
+os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+os.environ |= {"MASTER_PORT": os.read(readable, 9).decode(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+for start in range(2):
+    children = {}
+    for number in range(2):
+        if not (child := os.fork()):
+            rank(number, start)
+        children[child] = number
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+os.kill(agent, signal.SIGKILL)
+os.waitpid(agent, 0)
+print(ended)
+"""
+
+
+def test_ranks_that_torchrun_restarts_find_nothing_of_the_last_ones(tmp_path: Path) -> None:
+    """torchrun keeps its store, in which the last ranks have left values that are signed with another key."""
+    done = run(RESTARTED, tmp_path, {})
+    assert done.stdout == "[0, 0]\n", done.stderr
 
 
 @ranks(2)

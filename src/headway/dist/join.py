@@ -6,6 +6,7 @@ From then on a failure of any rank ends all of them, with the first cause on the
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import resource
 import secrets
@@ -61,6 +62,7 @@ from headway.system.limits import raise_open_files
 from headway.system.log import install_handler, logger
 from headway.system.text import shorten_list
 
+_STEP_TIMEOUT_S = 1800.0
 _OTHER_FILES = 128
 """open files of a rank beside its connections: libraries, logs, pipes"""
 _LEAVE_TIMEOUT_S = 2.0
@@ -69,7 +71,9 @@ _OVERDUE_S = 2.0
 """how much longer rank 0 waits at its end for a rank that ends itself because its own exit takes too long"""
 
 
-def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: float = 1800.0) -> World:
+def init(
+    *, device: str = "auto", setup_timeout: float = 300.0, step_timeout: float = _STEP_TIMEOUT_S
+) -> World:
     """Joins the ranks that were launched together, under any launcher, and returns this rank's place.
 
     Works under `headway run`, torchrun, `srun`, `mpirun`, and without a launcher. A second call returns the same world.
@@ -91,6 +95,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     install_handler()
     hook_exceptions()
     check_kind(device)
+    _check_seconds(setup_timeout=setup_timeout, step_timeout=step_timeout)
     period_s = watchdog_s(step_timeout)
     group = RankGroup(detect())
     set_current(group)
@@ -100,7 +105,7 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
         group.world = _make_world(group, placement, device)
         _check_gpus_differ(group, placement)
         # collectives have twice the time, so that the hang report, which says more than their timeout, comes first
-        _make_process_group(group, 2 * period_s or step_timeout)
+        _make_process_group(group, 2 * period_s or step_timeout or _STEP_TIMEOUT_S)
     except BaseException:
         if group.peer is None:  # no other rank has seen this one; else the exception hook informs them
             abandon(group)
@@ -115,6 +120,12 @@ def init(*, device: str = "auto", setup_timeout: float = 300.0, step_timeout: fl
     if group.launch.rank == 0:
         logger.info("launched by: %s", _launched_by(group.world, placement))
     return group.world
+
+
+def _check_seconds(**given: float) -> None:
+    for name, seconds in given.items():
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise UsageError(f"{name}={seconds!r:.80} is not a valid time: give seconds, such as 600")
 
 
 def _launched_by(world: World, placement: RankPlacement) -> str:
@@ -165,6 +176,10 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
         if launch.rank != 0:
             group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
     group.key = group.peer.derive_key("values between ranks")
+    if isinstance(rendezvous, StoreRendezvous):
+        # torchrun keeps its store when it restarts the ranks: what the last ones have left there is not ours
+        name = group.peer.derive_key("name of the launch").hex()[:16]
+        group.store = c10d.PrefixStore(f"headway/{name}", group.store)
     group.store = SignedStore(group.store, group.key)
     return RankPlacement(**welcome["placement"])
 
@@ -178,8 +193,6 @@ def _follow_hub(group: RankGroup, peer: Peer, root: RankInfo) -> None:
 
 def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
     """Returns the store behind MASTER_ADDR: torchrun's own, or one that rank 0 opens where the user chose."""
-    os.environ.setdefault("RANK", str(launch.rank))
-    os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
     host, _, port = (launch.store_address or "").rpartition(":")
     address = own_address(host)
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

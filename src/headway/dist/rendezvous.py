@@ -90,8 +90,12 @@ class FileRendezvous(Rendezvous):
     def check(self) -> None:
         """Raises unless this rank can write here; if rank 0 alone noticed, the others would wait for it in vain."""
         directory = self.path.parent
-        nearest = directory if directory.exists() else directory.absolute().parent
-        if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        try:
+            nearest = directory if directory.exists() else directory.absolute().parent
+            found = nearest.is_dir()
+        except OSError as error:  # such as a directory that this user may not look into
+            raise self._unwritable(error.strerror) from error
+        if not (found and os.access(nearest, os.W_OK | os.X_OK)):
             raise self._unwritable("no such directory" if not nearest.exists() else "permission denied")
 
     def _unwritable(self, why: str | None) -> UsageError:
