@@ -40,6 +40,11 @@ def facts(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> obje
     return json.loads(capsys.readouterr().out)
 
 
+def test_a_pattern_is_shown_as_it_was_given(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "count", f"{laion}/[a-z]*.tar"]) == 0
+    assert "[a-z]*.tar" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_the_tree(root: Path, laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["data", "add", "private", "radar", "scenes", "val"])
     capsys.readouterr()

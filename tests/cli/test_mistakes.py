@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from headway.cli import main
 from headway.cli.run import main as run_verb
+from headway.errors import StorageError, UsageError
 
 HEADWAY = [sys.executable, "-m", "headway"]
 
@@ -36,6 +39,7 @@ MISTAKES = [
     ("submit --dry-run --on missing.yaml train.py", "missing.yaml cannot be read"),
     ("submit --dry-run --env HOME train.py", "write NAME=VALUE"),
     ("submit --json --watch train.py", "--json and --watch do not go together"),
+    ("submit --json --dry-run train.py", "--json and --dry-run do not go together"),
     ("runs --root nowhere", "there is no directory 'nowhere'"),
     ("runs --state faild", "invalid choice: 'faild'"),
     ("runs -n -3", "'-3' is not a whole number of 0 or more"),
@@ -105,6 +109,8 @@ MISTAKES = [
     ("plan measure missing.py:f", "headway: there is no file missing.py in "),
     ("plan module train.py:f --precision half", "headway: 'half' is not a valid value of precision"),
     ("plan list --jsn", "did you mean --json?"),
+    ("plan preset llama-3.1-8b --json --explain time.step", "--json prints all answers: leave out --explain"),
+    ("plan search llama-3.1-8b --gpus 8 --json --emit submit", "--json prints all layouts: leave out --emit"),
     ("plan serch run.yaml", "there is no plan verb or file 'serch' (did you mean 'search'?)"),
     ("data chekc x", "there is no data verb 'chekc' (did you mean 'check'?); see: headway data --help"),
     ("cache lss", "there is no cache verb 'lss' (did you mean 'ls'?)"),
@@ -150,6 +156,51 @@ def test_a_reader_who_has_seen_enough_is_no_error(verb: str, tmp_path: Path) -> 
     with command.stderr:
         assert command.stderr.read() == b""
     assert command.wait() == 0
+
+
+def test_an_axis_may_be_longer_than_the_name_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = ",".join(map(str, range(100)))
+    assert main(["run", "--array", "lr=1", f"seed={seeds}", "lr=2", "train.py"]) == 2
+    assert "the sweep sets 'lr' twice" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
+@pytest.mark.parametrize("line", ["runs --root {}/runs", "watch {}/runs", "data count {}/runs"])
+def test_what_may_not_be_read_is_one_sentence(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as closed:  # root's alone
+        os.seteuid(65534)
+        try:
+            code = main(line.format(closed).split())
+        finally:
+            os.seteuid(os.getuid())
+    said = capsys.readouterr().err
+    assert code in (UsageError.exit_code, StorageError.exit_code)
+    assert said.count("\n") == 1 and f"{closed}/runs" in said and "Permission denied" in said
+
+
+def test_output_that_cannot_be_written_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*HEADWAY, "plan", "list"], stdout=full, stderr=subprocess.PIPE, text=True)
+    expected = "headway: the output could not be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (StorageError.exit_code, expected)
+
+
+def test_names_of_files_need_not_be_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / os.fsdecode(b"caf\xe9.csv")
+    source.touch()
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
+    assert main(["data", "stage", "--tmp", str(tmp_path / "node"), str(source)]) == 0
+    assert shown.getvalue().splitlines()[0].endswith(rb"caf\udce9.csv")
+
+
+def test_a_page_is_utf8_whatever_the_terminal_is(tmp_path: Path) -> None:
+    command = [*HEADWAY, "plan", "preset", "llama-3.1-8b", "--html", str(tmp_path / "plan.html")]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=os.environ | plain, capture_output=True)
+    assert done.stderr == b"" and done.stdout.isascii(), done.stderr
+    page = (tmp_path / "plan.html").read_bytes()
+    assert not page.isascii() and page.decode("utf-8")
 
 
 def test_an_array_takes_several_axes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,8 @@ def test_programs_answer_fail_hang_or_are_missing() -> None:
     assert probes.run_program("sh", "-c", "echo trouble >&2; exit 3") == ProgramOutput(
         good=False, line="trouble"
     )
+    odd = probes.run_program("sh", "-c", "printf 'caf\\351'")
+    assert odd == ProgramOutput(good=True, line="caf\ufffd"), "a program need not print UTF-8"
     assert probes.run_program("false") == ProgramOutput(good=False, line="exit code 1")
     hung = probes.run_program("sleep", "60", timeout_s=0.2)
     assert hung == ProgramOutput(good=False, line="no output within 0 s")

@@ -39,10 +39,10 @@ def test_a_run_is_removed_after_it_was_shown(run: Run, capsys: pytest.CaptureFix
     assert list(run.path.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize(("answer", "kept"), [("n", True), ("", True), ("y", False)])
+@pytest.mark.parametrize(("answer", "kept"), [("n\n", True), ("\n", True), ("y\n", False), ("\x04", True)])
 def test_the_answer_decides(run: Run, answer: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     leader, follower = pty.openpty()
-    os.write(leader, f"{answer}\n".encode())
+    os.write(leader, answer.encode())  # \x04 is Ctrl-D
     with os.fdopen(follower) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert main(["runs", "rm", str(run.path)]) == 0

@@ -297,6 +297,11 @@ def test_comparing_shows_curves_and_how_the_code_differs(
     assert (
         shown.startswith("commits differ: git diff 3f2a91c04b 77ab01d2e9\n") and "-+lr = 2\\x1b[31m" in shown
     )
+    assert main(["compare", *places, "--code", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same"] is False and found["diff"] == [
+        each.replace("\\x1b", "\x1b") for each in shown.splitlines()
+    ]
     assert main(["compare", places[0], places[0], "--code"]) == 2
 
 

@@ -154,6 +154,15 @@ def test_a_pipe_gets_lines_until_the_run_is_over(tmp_path: Path, capsys: pytest.
     assert found["header"]["id"] == run.id and len(found["curves"]["train/loss"]["steps"]) == 20
 
 
+def test_json_has_no_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    with run.metrics_file(0).open("a") as rows:
+        rows.write(json.dumps(row(210, 0, time.time()) | {"metrics": {"train/loss": "nan"}}) + "\n")
+    assert main(["watch", str(run.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert found["curves"]["train/loss"]["last"] == "nan"
+
+
 def test_a_run_that_was_killed_is_not_shown_before_the_newest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

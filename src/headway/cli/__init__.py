@@ -5,13 +5,15 @@ The module of a verb is imported only when it is called, so `headway --help` doe
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 import headway
-from headway.errors import DONE, INTERRUPTED, HeadwayError
+from headway.errors import DONE, INTERRUPTED, HeadwayError, StorageError
 from headway.system.log import escape_controls, install_handler
 
 VERBS = {
@@ -58,25 +60,54 @@ def help_text() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code. A `HeadwayError` is printed as one sentence."""
+    """Runs one verb and returns its exit code. A `HeadwayError`, and a file that fails, is printed as one sentence."""
     install_handler()
+    _allow_any_text()
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _call(args)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
         return code
     except HeadwayError as error:
-        print(f"headway: {escape_controls(str(error))}", file=sys.stderr)
-        return error.exit_code
+        return _report(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # `headway ... | head`: the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard what is still buffered
+        _discard_output()
         return DONE
+    except OSError as error:
+        return _report_storage(error)
     except SystemExit as left:
         if isinstance(left.__context__, BrokenPipeError):  # the same, where rich was printing
             return DONE
         raise
+
+
+def _allow_any_text() -> None:
+    """Lets names be printed that the terminal's encoding does not have, such as those of files that are not UTF-8."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _report(error: HeadwayError) -> int:
+    print(f"headway: {escape_controls(str(error))}", file=sys.stderr)
+    return error.exit_code
+
+
+def _report_storage(error: OSError) -> int:
+    """Reports a file that may not be read, or a disk that is full; raises what is about anything else."""
+    if error.filename is not None:
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+        return _report(StorageError(f"{name}: {error.strerror}; check its owner, mode and file system"))
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        raise error
+    _discard_output()
+    return _report(StorageError(f"the output could not be written: {error.strerror}"))
+
+
+def _discard_output() -> None:
+    """Makes Python write what is still buffered to nowhere when it exits: else it would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _call(args: Sequence[str]) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.cli.parser import dispatch, parse, require_path
-from headway.cli.screen import console, plain_table, safe
+from headway.cli.screen import console, plain_table, print_json, safe
 from headway.errors import DONE
 from headway.system.text import format_bytes, plural
 
@@ -44,7 +43,7 @@ def _ls(argv: list[str]) -> int:
         require_path(options.path, "directory")
     found = NodeCache(path=options.path).ls()
     if options.json:
-        print(json.dumps([entry._asdict() for entry in found], indent=1))
+        print_json([entry._asdict() for entry in found])
         return DONE
     table = plain_table("shard", "bytes", "", numbers=("bytes",))
     for entry in sorted(found, key=lambda entry: entry.source or ""):
@@ -68,7 +67,7 @@ def _sweep(argv: list[str]) -> int:
     cache = NodeCache(path=options.path)
     removed, left = cache.sweep(), cache.ls()
     if options.json:
-        print(json.dumps({"removed_bytes": removed, "left_bytes": sum(entry.bytes for entry in left)}))
+        print_json({"removed_bytes": removed, "left_bytes": sum(entry.bytes for entry in left)})
         return DONE
     kept = f"; {format_bytes(sum(entry.bytes for entry in left))} stay, a job uses them" if left else ""
     print(f"removed {format_bytes(removed)}{kept}")

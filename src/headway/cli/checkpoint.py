@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.parser import Positional, above_zero, dispatch, parse
-from headway.cli.screen import console, number, plain_table, safe
+from headway.cli.screen import console, number, plain_table, print_json, safe
 from headway.errors import DONE, NoValidCheckpoint, UsageError
 from headway.run import find_runs
 from headway.system.text import format_bytes, shorten_list
@@ -99,7 +98,7 @@ def _show(argv: list[str]) -> int:
     overview = overviews.read(place)
     if options.json:
         several = {"checkpoints": [each.to_dict() for each in listed]} if listed else {}
-        print(json.dumps(overview.to_dict() | several, indent=1))
+        print_json(overview.to_dict() | several)
         return DONE
     screen = console()
     if listed:
@@ -182,7 +181,7 @@ def _verify(argv: list[str]) -> int:
             for problem in found.get(path, ()):
                 print(f"         {safe(problem)}")
     if options.json:
-        print(json.dumps({str(path): problems for path, problems in found.items()}, indent=1))
+        print_json({str(path): problems for path, problems in found.items()})
     return NoValidCheckpoint.exit_code if any(found.values()) else DONE
 
 
@@ -204,7 +203,7 @@ def _export(argv: list[str]) -> int:
         )
     total = sum(file.stat().st_size for file in written)
     if options.json:
-        print(json.dumps({"source": str(path), "files": [str(file) for file in written], "bytes": total}))
+        print_json({"source": str(path), "files": [str(file) for file in written], "bytes": total})
     else:
         print("\n".join(safe(str(file)) for file in written))
         print(f"{format_bytes(total)} from {path.name}")

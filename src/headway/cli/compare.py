@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from headway.cli.parser import Parser
-from headway.cli.screen import console, number, safe
+from headway.cli.screen import console, number, print_json, safe
 from headway.errors import DONE, UsageError
 from headway.run import Run
 from headway.system.text import format_duration
@@ -52,20 +51,28 @@ def main(argv: list[str]) -> int:
     if options.exact:
         return _compare_steps(*runs, as_json=options.json)
     if options.code:
-        print("\n".join(map(safe, code_diff(*runs))) or "the code is the same")
-        return DONE
+        return _compare_code(*runs, as_json=options.json)
     compared = compare(runs, metrics=options.metric)
     if options.json:
-        print(json.dumps([run.to_dict() for run in compared], indent=2))
+        print_json([run.to_dict() for run in compared])
     else:
         _show(compared, console())
+    return DONE
+
+
+def _compare_code(one: Run, other: Run, *, as_json: bool) -> int:
+    lines = code_diff(one, other)
+    if as_json:
+        print_json({"same": not lines, "diff": lines})
+    else:
+        print("\n".join(map(safe, lines)) or "the code is the same")
     return DONE
 
 
 def _compare_steps(one: Run, other: Run, *, as_json: bool) -> int:
     same, words = compare_runs(one, other)
     if as_json:
-        print(json.dumps({"same": same, "compared" if same else "differs": words}))
+        print_json({"same": same, "compared" if same else "differs": words})
     else:
         print(f"the same to the last bit: {words}" if same else f"they differ: {words}")
     return DONE if same else 1

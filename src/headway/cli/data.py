@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.tree import Tree
 
 from headway.cli.parser import Positional, above_zero, dispatch, natural, parse, positive, require_path
 from headway.cli.progress import show_progress, throttled_printer
-from headway.cli.screen import console, plain_table, safe
+from headway.cli.screen import console, plain_table, print_json, safe
 from headway.data.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
 from headway.system.text import format_bytes, plural
@@ -111,7 +110,7 @@ def _ls(argv: list[str]) -> int:
             {"name": dataset.key, "path": str(dataset.path), "shards": len(shards), "bytes": held}
             for dataset, shards, held in facts
         ]
-        print(json.dumps({"root": str(catalog.root), "origin": catalog.origin, "datasets": rows}, indent=1))
+        print_json({"root": str(catalog.root), "origin": catalog.origin, "datasets": rows})
         return DONE
     if not datasets and (options.confidentiality or options.modality or options.split):
         print(f"{catalog.root}: no such datasets; see all: headway data ls")
@@ -163,7 +162,7 @@ def _count(argv: list[str]) -> int:
         for name, paths in found.items()
     }
     if options.json:
-        print(json.dumps({name: {"shards": n, "samples": samples} for name, (n, samples) in rows.items()}))
+        print_json({name: {"shards": n, "samples": samples} for name, (n, samples) in rows.items()})
         return DONE
     table = plain_table("dataset", "shards", "samples", numbers=("shards", "samples"))
     for name, (shards, samples) in rows.items():
@@ -221,7 +220,7 @@ def _add(argv: list[str]) -> int:
         options.confidentiality, options.modality, options.name, options.split, shards=shards
     )
     if options.json:
-        print(json.dumps({"name": dataset.key, "path": str(dataset.path), "linked": len(shards)}))
+        print_json({"name": dataset.key, "path": str(dataset.path), "linked": len(shards)})
     else:
         print(
             f"{dataset.key}: {dataset.path}" + (f", {plural(len(shards), 'shard')} linked" if shards else "")
@@ -266,7 +265,7 @@ def _pack(argv: list[str]) -> int:
         )
     held = sum(path.stat().st_size for path in paths)
     if options.json:
-        print(json.dumps({"out": str(options.out), "shards": len(paths), "bytes": held}))
+        print_json({"out": str(options.out), "shards": len(paths), "bytes": held})
     else:
         print(f"{options.out}: {plural(len(paths), 'shard')}, {format_bytes(held)}")
     return DONE
@@ -302,7 +301,7 @@ def _index(argv: list[str]) -> int:
                 checksums.compare(path, found)
                 checksums.write(path, found)
     if options.json:
-        print(json.dumps(written))
+        print_json(written)
     else:
         print(
             "\n".join(
@@ -327,7 +326,7 @@ def _stubs(argv: list[str]) -> int:
     require_path(options.out.parent, "directory")
     number = write_stubs(options.catalog(), options.out)
     if options.json:
-        print(json.dumps({"file": str(options.out), "datasets": number}))
+        print_json({"file": str(options.out), "datasets": number})
     else:
         print(f"{options.out}: {plural(number, 'dataset')}")
     return DONE
@@ -369,7 +368,7 @@ def _check(argv: list[str]) -> int:
         name: f"{told}: for training, write them in random order" for name, told in dependence.items() if told
     }
     if options.json:
-        print(json.dumps({"shards": len(paths), "problems": bad, "warnings": warnings}, indent=1))
+        print_json({"shards": len(paths), "problems": bad, "warnings": warnings})
     else:
         for name, told in warnings.items():
             print(safe(f"{name}: warning: {told}"))
@@ -406,7 +405,7 @@ def _bench(argv: list[str]) -> int:
             paths, threads=options.threads, batch_size=options.batch_size, seconds=options.seconds
         )
     if options.json:
-        print(json.dumps(seen.to_dict() | {"verdict": seen.verdict(options.need)}, indent=1))
+        print_json(seen.to_dict() | {"verdict": seen.verdict(options.need)})
         return DONE
     console().print(rates(seen))
     print(seen.verdict(options.need))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from headway.cli.parser import Parser
 from headway.cli.progress import throttled_printer
-from headway.cli.screen import console
+from headway.cli.screen import console, print_json
 from headway.cli.target_options import add_target, read_options
 from headway.doctor import job
 from headway.doctor.checks import CheckResult, examine, line
@@ -105,7 +104,7 @@ def _teller(spinner: Spinner, place: str) -> Callable[[Status, float], None]:
 
 def _print(facts: dict[str, object], checks: Sequence[CheckResult], *, title: str, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
     elif sys.stdout.isatty():
         console().print(table(title, checks))
     else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from headway.cli.parser import Parser
-from headway.cli.screen import safe
+from headway.cli.screen import print_json, safe
 from headway.errors import DONE, UsageError
 from headway.run import Run
 from headway.system.text import format_bytes, plural
@@ -63,7 +62,7 @@ def sync_runs(argv: list[str]) -> int:
         for run in resolve([options.run], options.root)
     }
     if options.json:
-        print(json.dumps(fed, indent=2))
+        print_json(fed)
     else:
         for run, sinks in fed.items():
             for name, complete in sinks.items():
@@ -92,7 +91,11 @@ def _agreed(places: Sequence[str], root: str, what: str, *, yes: bool, dry_run: 
     if not yes:
         if not sys.stdin.isatty():
             raise UsageError(f"nobody can be asked here: to {what} {plural(len(runs), 'run')}, add --yes")
-        answer = input(f"{what} {plural(len(runs), 'run')}, {format_bytes(sum(sizes))}? [y/N] ")
+        try:
+            answer = input(f"{what} {plural(len(runs), 'run')}, {format_bytes(sum(sizes))}? [y/N] ")
+        except EOFError:  # Ctrl-D
+            answer = ""
+            print()
         if answer.strip().lower() not in ("y", "yes"):
             print("nothing was changed")
             return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from rich.console import Console
 
 from headway.cli.parser import Positional, above_zero, dispatch, parse, positive, unknown_verb
+from headway.cli.screen import print_json
 from headway.errors import DONE, UsageError
 from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
@@ -63,6 +63,10 @@ class OutputOptions:
     """Print only the pipeline schedule of one step: a line per pipeline rank."""
     emit: Literal["submit"] | None = None
     """Print only the `headway submit` line that asks for the nodes of this plan."""
+
+    def __post_init__(self) -> None:
+        if self.json and (self.timeline or self.emit is not None or self.explain is not None):
+            raise UsageError("--json prints all answers: leave out --explain, --timeline and --emit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +244,7 @@ def _check(argv: list[str]) -> int:
     options = parse(PlanCheckOptions, argv, verb="plan check")
     found = [row for run in resolve([options.run], options.root) for row in compare_with_plan(run)]
     if options.json:
-        print(json.dumps([row.to_dict() for row in found], indent=1))
+        print_json([row.to_dict() for row in found])
     for row in () if options.json else found:
         verdict = "differs" if row.differs else "as planned"
         print(
@@ -258,7 +262,7 @@ def _list(argv: list[str]) -> int:
     nodes = [Node(name) for name in node_names()]
     if options.json:
         told = [{"name": n.name, "gpus": n.gpus, "device": n.device.name, "is": n.describe()} for n in nodes]
-        print(json.dumps({"presets": preset_names(), "nodes": told}, indent=1))
+        print_json({"presets": preset_names(), "nodes": told})
         return 0
     print("presets:", *preset_names(), sep="\n  ")
     print("nodes:", *(f"{n.name:<15} {n.describe()}" for n in nodes), sep="\n  ")
@@ -322,7 +326,7 @@ def _measure(argv: list[str]) -> int:
                 facts={"device": found.device, "rows": found.to_dict()["rows"]},
             )
     if options.json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print_json(found.to_dict())
     else:
         print_measurement(found, Console())
     return 0
@@ -339,7 +343,7 @@ def _calibrate(argv: list[str]) -> int:
         save_calibration(file, constants, node=node, facts=facts)
     if options.json:
         told = {"file": str(file), "node": node, "calibration": vars(constants), "measured": facts}
-        print(json.dumps(told, indent=1))
+        print_json(told)
     else:
         print(file.read_text(), end="")
         print(f"written to {file}; plans use it with node: this")
@@ -360,17 +364,16 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
         from headway.plan.report.html import render_page
 
         with writing(options.html):
-            options.html.write_text(render_page(plan))
+            options.html.write_text(render_page(plan), "utf-8")
     if options.save is not None:
         with writing(options.save):
             plan.save(options.save)
     if options.sps is not None:
         reached = plan.at_rate(options.sps)
-        print(
-            json.dumps(reached, indent=1)
-            if options.json
-            else "\n".join(f"{k} = {v:.4g}" for k, v in reached.items())
-        )
+        if options.json:
+            print_json(reached)
+        else:
+            print("\n".join(f"{k} = {v:.4g}" for k, v in reached.items()))
         used = min((share for key, share in reached.items() if key.startswith("mfu")), default=0.0)
         if used > 1:
             print(
@@ -387,7 +390,7 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
     elif options.explain is not None:
         print(plan.explain(options.explain))
     elif options.json:
-        print(json.dumps(plan.to_dict(), indent=1))
+        print_json(plan.to_dict())
     else:
         from headway.plan.report.tables import print_estimate
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from headway.cli.parser import Positional, above_zero, parse, positive
 from headway.cli.plan import named_model, named_node, writing
+from headway.cli.screen import print_json
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
@@ -49,6 +49,10 @@ class SearchOptions:
     json: bool = False
     """Print JSON and nothing else."""
 
+    def __post_init__(self) -> None:
+        if self.json and self.emit is not None:
+            raise UsageError("--json prints all layouts: leave out --emit")
+
 
 def main(argv: list[str]) -> int:
     """Runs `headway plan search`."""
@@ -69,7 +73,7 @@ def main(argv: list[str]) -> int:
         from headway.plan.report.search_page import render_search
 
         with writing(options.html):
-            options.html.write_text(render_search(plan.model.name, found))
+            options.html.write_text(render_search(plan.model.name, found), "utf-8")
     best = _best_estimate(plan, found.best)
     totals = {key: answer for key, answer in best.answers.items() if key.startswith("run.")} if best else {}
     if options.save is not None and best is not None:
@@ -79,7 +83,7 @@ def main(argv: list[str]) -> int:
         print(best.submit_line(options.save))
     elif options.json:
         values = {key: quantity.to_dict() for key, quantity in totals.items()}
-        print(json.dumps({**found.to_dict(), "run": values}, indent=1))
+        print_json({**found.to_dict(), "run": values})
     else:
         print_search(found, Console())
         for key, quantity in totals.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from headway.cli import housekeeping, samples
 from headway.cli.parser import Parser, Verb, natural
-from headway.cli.screen import ago, console, number, state_style, warn
+from headway.cli.screen import ago, console, number, print_json, state_style, warn
 from headway.errors import DONE, UsageError
 from headway.launcher.sweep import label
 from headway.run.rebuild import describe, rebuild
@@ -82,7 +81,7 @@ def main(argv: list[str]) -> int:
         return select(options.root, states=options.state, name=options.name, most=most, warn=warn)
 
     if options.json:
-        print(json.dumps([row.to_dict() for row in find()], indent=2))
+        print_json([row.to_dict() for row in find()])
     elif options.watch:
         _watch(find, options.root)
     else:

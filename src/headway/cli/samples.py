@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 
 from headway.cli.parser import Parser, positive
-from headway.cli.screen import safe
+from headway.cli.screen import print_json, safe
 from headway.errors import DONE
 from headway.watch.runs import resolve
 from headway.watch.samples import samples_of
@@ -32,7 +31,7 @@ def main(argv: list[str]) -> int:
     run, *_ = resolve([options.run], options.root)  # the first run of a sweep stands for all of them
     found = samples_of(run, options.step)
     if options.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print_json(found.to_dict())
     else:
         print(safe(found.row.describe()))
         print("\n".join(map(safe, found.samples)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Collection
@@ -10,6 +11,7 @@ from datetime import datetime
 from rich.console import Console
 from rich.table import Table
 
+from headway.system.jsonlines import to_finite
 from headway.system.log import logger
 from headway.system.text import TIME_UNITS
 
@@ -27,7 +29,13 @@ _COLORS = {
 def console() -> Console:
     """Returns a console as wide as the terminal; lines written to a file or a pipe are never wrapped."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000
-    return Console(width=wide, highlight=False, soft_wrap=False)
+    # names of files are no markup: a pattern may have [a-f] in it
+    return Console(width=wide, highlight=False, soft_wrap=False, markup=False, emoji=False)
+
+
+def print_json(facts: object) -> None:
+    """Prints facts for programs as one JSON document; NaN and infinities are text there, as in the files of a run."""
+    print(json.dumps(to_finite(facts), indent=2, allow_nan=False))
 
 
 def plain_table(*titles: str, numbers: Collection[str] = ()) -> Table:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 
 from headway.cli.parser import Parser
+from headway.cli.screen import print_json
 from headway.data.cache.staging import stage
 from headway.errors import DONE
 from headway.system.text import format_bytes
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     staged = stage(options.sources, options.tmp)
     if options.json:
         facts = {"files": staged.files, "bytes": staged.bytes, "copied": staged.copied}
-        print(json.dumps({"paths": [str(path) for path in staged.paths], **facts}, indent=1))
+        print_json({"paths": [str(path) for path in staged.paths], **facts})
         return DONE
     for path in staged.paths:
         print(path)

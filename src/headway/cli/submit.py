@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from headway import schedulers
 from headway.cli.parser import Parser
+from headway.cli.screen import print_json
 from headway.cli.target_options import add_target, read_options
 from headway.errors import DONE, UsageError
 from headway.launcher import submit_script
@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_sweep(argv)
     if options.json and options.watch:
         raise UsageError("--json and --watch do not go together: the output of a job is not JSON")
+    if options.json and options.dry_run:
+        raise UsageError("--json and --dry-run do not go together: a job script is not JSON")
     target = read_options(options)
     script = Script(name=options.script, args=options.args, module=options.module)
     root = Path(options.root)
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
         return 0
     done = submit_script.submit(script, target, root=root, name=options.name, dirty=options.dirty)
     if options.json:
-        print(json.dumps(done.to_dict(), indent=2))
+        print_json(done.to_dict())
     else:
         _show(done)
     if not options.watch:

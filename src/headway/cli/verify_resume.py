@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 
 from headway.cli.parser import Parser, above_zero, positive
+from headway.cli.screen import print_json
 from headway.errors import DONE
 from headway.system.log import logger
 
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         progress=logger.info,
     )
     if options.json:
-        print(json.dumps(report.to_dict(), indent=2))
+        print_json(report.to_dict())
     else:
         print(report.table())
     return DONE if report.ok else 1

@@ -132,7 +132,9 @@ def run_program(*command: str, timeout_s: float = _PROGRAM_TIMEOUT_S) -> Program
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return ProgramOutput(good=False, line=f"no output within {timeout_s:.0f} s")
     lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]

@@ -123,7 +123,7 @@ class JsonLinesWriter:
         try:
             return self._encode(row) + "\n"
         except ValueError:  # some number is not finite, which is rare
-            return self._encode(_finite(row)) + "\n"
+            return self._encode(to_finite(row)) + "\n"
 
 
 def read(path: Path) -> Iterator[Row]:
@@ -262,9 +262,14 @@ def _parse(lines: Iterable[bytes]) -> Iterator[Row]:
             yield row
 
 
-def _finite(value: Any) -> Any:
+def to_finite(value: Any) -> Any:
+    """Returns plain values with text in place of NaN and infinities, which JSON does not have.
+
+    >>> to_finite({"loss": float("nan"), "steps": [1, 2]})
+    {'loss': 'nan', 'steps': [1, 2]}
+    """
     if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
+        return {key: to_finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [to_finite(part) for part in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -373,6 +373,7 @@ class _Trial:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",  # a script prints what it likes
                 timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
