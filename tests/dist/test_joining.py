@@ -275,7 +275,7 @@ print(seen[0].total_seconds())
 
 
 RESTARTED = """
-import os, signal, sys, torch, torch.distributed as d, headway as hw
+import os, signal, sys, torch, torch.distributed as d, headway as hw, headway.dist.group
 hw.dist.is_initialized()  # imports the package before the forks
 torch.set_num_threads(1)
 
@@ -288,6 +288,9 @@ def rank(number, start):
         hw.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     left = store.check(["left by 0"]) or store.check(["left by 1"])
+    copy = hw.dist.group.current().store.clone()  # as a save in the background has one
+    copy.set(f"copy {number}", "x")
+    copy.wait([f"copy {number}"])
     total = torch.tensor([number + 1])
     d.all_reduce(total)
     hw.dist.leave()
