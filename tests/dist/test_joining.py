@@ -262,6 +262,25 @@ assert before == after, (before, after)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_prompt_goes_on_after_a_mistake(tmp_path: Path) -> None:
+    code = """
+import sys, headway as hw
+sys.ps1 = ">>> "
+def mistake(line):
+    try:
+        exec(line)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+mistake("hw.init(device='gpu')")
+hw.init(device="cpu")
+mistake("missing")
+print("still here")
+"""
+    done = run(code, tmp_path, {})
+    assert (done.returncode, done.stdout) == (0, "still here\n"), done.stderr
+    assert "NameError: name 'missing' is not defined" in done.stderr
+
+
 def test_without_a_check_for_hangs_collectives_have_a_timeout(tmp_path: Path) -> None:
     """Of 0 seconds, NCCL would end the run at its first collective."""
     code = """

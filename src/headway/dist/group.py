@@ -191,7 +191,9 @@ def own_group() -> RankGroup | None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     group = own_group()
-    if group is not None:
+    if hasattr(sys, "ps1") and (group is None or group.peer is None):  # a prompt: it goes on after a mistake
+        (group.failure_handler.previous_hook if group else sys.__excepthook__)(kind, error, trace)
+    elif group is not None:
         group.raised = True
         group.failure_handler.on_exception(error, trace)
     elif isinstance(error, HeadwayError):  # joining failed before other ranks saw this one
