@@ -158,6 +158,22 @@ def test_a_reader_who_has_seen_enough_is_no_error(verb: str, tmp_path: Path) -> 
     assert command.wait() == 0
 
 
+def test_an_empty_word_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "list", ""]) == 2
+    assert "unrecognized arguments: an empty word" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    Path("../gone").rmdir()
+    assert main(["run", "missing.py"]) == 2
+    assert "headway: the working directory does not exist any more" in capsys.readouterr().err
+
+
 def test_an_axis_may_be_longer_than_the_name_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     seeds = ",".join(map(str, range(100)))
     assert main(["run", "--array", "lr=1", f"seed={seeds}", "lr=2", "train.py"]) == 2

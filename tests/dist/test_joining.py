@@ -247,6 +247,7 @@ import os, signal, sys, threading
 import torch.distributed
 import headway as hw
 import headway.dist
+sys.excepthook = lambda *_: print("the hook of the script")
 before = dict(os.environ), sys.excepthook, signal.getsignal(signal.SIGUSR1), threading.active_count()
 for _ in range(3):
     assert hw.init(device="cpu") is hw.init()
@@ -260,6 +261,13 @@ assert before == after, (before, after)
     done = run(code, tmp_path, {})
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("join", ["hw.init(device='cpu'); 1 / 0", "hw.init(device='cpu'); hw.dist.leave(); 1 / 0"])
+def test_the_hook_of_the_script_is_called(join: str, tmp_path: Path) -> None:
+    hook = "sys.excepthook = lambda kind, *_: print(kind.__name__)"
+    done = run(f"import sys, headway as hw; {hook}; {join}", tmp_path, {})
+    assert (done.returncode, done.stdout) == (1, "ZeroDivisionError\n"), done.stderr
 
 
 def test_a_prompt_goes_on_after_a_mistake(tmp_path: Path) -> None:

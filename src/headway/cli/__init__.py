@@ -13,7 +13,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 import headway
-from headway.errors import DONE, INTERRUPTED, HeadwayError, StorageError
+from headway.errors import DONE, INTERRUPTED, HeadwayError, StorageError, UsageError
 from headway.system.log import escape_controls, install_handler
 
 VERBS = {
@@ -99,6 +99,8 @@ def _report_storage(error: OSError) -> int:
     if error.filename is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         return _report(StorageError(f"{name}: {error.strerror}; check its owner, mode and file system"))
+    if isinstance(error, FileNotFoundError):
+        return _report(UsageError("the working directory does not exist any more: cd to one that does"))
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         raise error
     _discard_output()

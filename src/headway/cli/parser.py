@@ -69,10 +69,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _, unknown, words = message.partition("unrecognized arguments: ")
         if unknown:
-            wrong = words.split()[0]
             options = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
-            close = closest(wrong, options)
+            close = closest(next(iter(words.split()), ""), options)
             message += f" (did you mean {close}?)" if close else ""
+            message += "" if words else "an empty word, as of a variable that is not set"
         raise UsageError(f"{message}; see: {self.prog} --help")
 
     def add_json(self) -> None:

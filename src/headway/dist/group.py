@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as c10d
@@ -66,9 +66,7 @@ class RankGroup:
         """what the ranks sign their values with; all ranks of this launch have it, and nobody else"""
         self.hub: Hub | None = None
         self.peer: Peer | None = None
-        self.failure_handler = FailureHandler(
-            launch, sys.__excepthook__ if sys.excepthook is _excepthook else sys.excepthook
-        )
+        self.failure_handler = FailureHandler(launch, _scripts_hook)
         self.opened_runs: set[Path] = set()
         self.reopened_runs: set[Path] = set()
         """those of `open_run` that the same command opens again until its script has ended"""
@@ -166,6 +164,16 @@ def set_current(group: RankGroup) -> None:
     _watch_forks()
 
 
+_scripts_hook: Callable[..., Any] = sys.__excepthook__
+
+
+def keep_hook() -> None:
+    """Keeps the exception hook that the script has now, such as a debugger's, to call it and to restore it."""
+    global _scripts_hook
+    if sys.excepthook is not _excepthook:
+        _scripts_hook = sys.excepthook
+
+
 def hook_exceptions() -> None:
     """Installs our exception hook in front: torch installs one that delays what is written to stderr."""
     sys.excepthook = _excepthook
@@ -192,7 +200,7 @@ def own_group() -> RankGroup | None:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     group = own_group()
     if hasattr(sys, "ps1") and (group is None or group.peer is None):  # a prompt: it goes on after a mistake
-        (group.failure_handler.previous_hook if group else sys.__excepthook__)(kind, error, trace)
+        _scripts_hook(kind, error, trace)
     elif group is not None:
         group.raised = True
         group.failure_handler.on_exception(error, trace)
@@ -200,7 +208,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         sys.stderr.write(f"headway: {error}\n")
         raise SystemExit(error.exit_code)
     else:
-        sys.__excepthook__(kind, error, trace)
+        _scripts_hook(kind, error, trace)
 
 
 _fork_watch = threading.Lock()

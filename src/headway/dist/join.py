@@ -37,6 +37,7 @@ from headway.dist.group import (
     abandon,
     hook_exceptions,
     is_initialized,
+    keep_hook,
     leave_current,
     own_group,
     set_current,
@@ -93,6 +94,7 @@ def init(
             "torch.distributed is initialized already: call headway.init() instead of init_process_group()"
         )
     install_handler()
+    keep_hook()
     hook_exceptions()
     check_kind(device)
     _check_seconds(setup_timeout=setup_timeout, step_timeout=step_timeout)
