@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,7 @@ def test_an_axis_may_be_longer_than_the_name_of_a_file(capsys: pytest.CaptureFix
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
 @pytest.mark.parametrize("line", ["runs --root {}/runs", "watch {}/runs", "data count {}/runs"])
 def test_what_may_not_be_read_is_one_sentence(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import_module(f"headway.cli.{line.split()[0]}")  # which the other user may not be able to read
     with tempfile.TemporaryDirectory() as closed:  # root's alone
         os.seteuid(65534)
         try:
@@ -208,15 +210,6 @@ def test_names_of_files_need_not_be_text(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "utf-8"))
     assert main(["data", "stage", "--tmp", str(tmp_path / "node"), str(source)]) == 0
     assert shown.getvalue().splitlines()[0].endswith(rb"caf\udce9.csv")
-
-
-def test_a_page_is_utf8_whatever_the_terminal_is(tmp_path: Path) -> None:
-    command = [*HEADWAY, "plan", "preset", "llama-3.1-8b", "--html", str(tmp_path / "plan.html")]
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, env=os.environ | plain, capture_output=True)
-    assert done.stderr == b"" and done.stdout.isascii(), done.stderr
-    page = (tmp_path / "plan.html").read_bytes()
-    assert not page.isascii() and page.decode("utf-8")
 
 
 def test_an_array_takes_several_axes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

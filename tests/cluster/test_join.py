@@ -90,15 +90,14 @@ def test_srun_with_pmix(cluster: Cluster) -> None:
     done = cluster.srun("--mpi=pmix", "-N2", "--ntasks-per-node=2", *WHO, check=True)
     assert ranks(done.stdout) == expected("srun", TWO_BY_TWO)
 
+
 def test_srun_with_pmi2(cluster: Cluster) -> None:
     """As on sites with MpiDefault=pmi2, where srun sets the variables of MPICH, too."""
     code = (
         "import os; from headway.dist.environment import detect; d = detect(); "
         "print('PMI_RANK' in os.environ, d.launcher, d.rank, d.world_size, d.local_rank, d.local_world_size)"
     )
-    done = cluster.srun(
-        "--mpi=pmi2", "-N2", "--ntasks-per-node=2", sys.executable, "-c", code, check=True
-    )
+    done = cluster.srun("--mpi=pmi2", "-N2", "--ntasks-per-node=2", sys.executable, "-c", code, check=True)
     assert sorted(done.stdout.splitlines()) == [f"True srun {rank} 4 {rank % 2} 2" for rank in range(4)]
 
 

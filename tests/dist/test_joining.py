@@ -168,7 +168,9 @@ def test_a_meeting_point_behind_a_closed_door_is_named() -> None:
     with tempfile.TemporaryDirectory() as closed:  # root's alone
         os.seteuid(65534)
         try:
-            with pytest.raises(UsageError, match=r"cannot be written \(Permission denied\); set HEADWAY_RUNS"):
+            with pytest.raises(
+                UsageError, match=r"cannot be written \(Permission denied\); set HEADWAY_RUNS"
+            ):
                 FileRendezvous(Path(closed, "runs", "address")).check()
         finally:
             os.seteuid(os.getuid())
@@ -263,7 +265,9 @@ assert before == after, (before, after)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("join", ["hw.init(device='cpu'); 1 / 0", "hw.init(device='cpu'); hw.dist.leave(); 1 / 0"])
+@pytest.mark.parametrize(
+    "join", ["hw.init(device='cpu'); 1 / 0", "hw.init(device='cpu'); hw.dist.leave(); 1 / 0"]
+)
 def test_the_hook_of_the_script_is_called(join: str, tmp_path: Path) -> None:
     hook = "sys.excepthook = lambda kind, *_: print(kind.__name__)"
     done = run(f"import sys, headway as hw; {hook}; {join}", tmp_path, {})

@@ -222,7 +222,9 @@ def test_a_run_root_behind_a_closed_door_is_bad() -> None:
 
 
 def test_free_memory_is_that_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "memory_limits", lambda: [MemoryLimit(64 * GIB, 32 * GIB), MemoryLimit(16 * GIB, GIB)])
+    monkeypatch.setattr(
+        doctor, "memory_limits", lambda: [MemoryLimit(64 * GIB, 32 * GIB), MemoryLimit(16 * GIB, GIB)]
+    )
     memory, *_ = doctor.system()
     assert (memory.name, memory.verdict) == ("memory", "warn") and memory.detail.startswith("1.0 of ")
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -271,6 +272,8 @@ def shared_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A root for the runs of all users, with one of somebody else's; this process is an ordinary user."""
     if os.geteuid() != 0:
         pytest.skip("only root can make files of others")
+    for verb in ("runs", "watch"):
+        import_module(f"headway.cli.{verb}")  # which the other user may not be able to read
     with tempfile.TemporaryDirectory() as made:  # not in pytest's own directory, which is root's alone
         root = Path(made)
         root.chmod(0o1777)

@@ -159,7 +159,9 @@ def test_json_has_no_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with run.metrics_file(0).open("a") as rows:
         rows.write(json.dumps(row(210, 0, time.time()) | {"metrics": {"train/loss": "nan"}}) + "\n")
     assert main(["watch", str(run.path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    found = json.loads(
+        capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON")
+    )
     assert found["curves"]["train/loss"]["last"] == "nan"
 
 

@@ -107,7 +107,9 @@ class Parser(argparse.ArgumentParser):
         ['lr=1e-3,3e-4', 'seed=1,2']
         """
         options = self.parse_args(argv)
-        while getattr(options, "array", None) and "=" in options.script and not os.path.lexists(options.script):
+        while (
+            getattr(options, "array", None) and "=" in options.script and not os.path.lexists(options.script)
+        ):
             options.array.append(options.script)  # the next axis, taken for the script until here
             options = self.parse_args(options.args, options)
         return options

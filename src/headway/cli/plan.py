@@ -364,7 +364,7 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
         from headway.plan.report.html import render_page
 
         with writing(options.html):
-            options.html.write_text(render_page(plan), "utf-8")
+            options.html.write_text(render_page(plan))
     if options.save is not None:
         with writing(options.save):
             plan.save(options.save)

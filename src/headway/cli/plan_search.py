@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         from headway.plan.report.search_page import render_search
 
         with writing(options.html):
-            options.html.write_text(render_search(plan.model.name, found), "utf-8")
+            options.html.write_text(render_search(plan.model.name, found))
     best = _best_estimate(plan, found.best)
     totals = {key: answer for key, answer in best.answers.items() if key.startswith("run.")} if best else {}
     if options.save is not None and best is not None:

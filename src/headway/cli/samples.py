@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from headway.cli.parser import Parser, positive
 from headway.cli.screen import print_json, safe
 from headway.errors import DONE

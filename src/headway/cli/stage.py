@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from headway.cli.parser import Parser
 from headway.cli.screen import print_json
 from headway.data.cache.staging import stage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from headway.cli.parser import Parser, above_zero, positive
 from headway.cli.screen import print_json
 from headway.errors import DONE

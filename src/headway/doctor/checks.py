@@ -200,11 +200,15 @@ def gpus(
     """Checks GPUs. `torch_cuda`: the CUDA version that torch was built with; `device_files`: GPUs in /dev."""
     if driver is None and device_files:
         detail = f"/dev has {device_files}, but the driver does not respond"
-        return bad("GPUs", detail, "run nvidia-smi; after a driver update, restart the machine or the container")
+        return bad(
+            "GPUs", detail, "run nvidia-smi; after a driver update, restart the machine or the container"
+        )
     if driver is None or not topology.gpus:
         if device_files:  # those of a node are there for all, and a job may use its own
             detail = f"/dev has {device_files}, but this process may use none of them: it trains on the CPU"
-            return warn("GPUs", detail, "to use them, request GPUs: --gpus-per-node, or docker run --gpus all")
+            return warn(
+                "GPUs", detail, "to use them, request GPUs: --gpus-per-node, or docker run --gpus all"
+            )
         return ok("GPUs", "no NVIDIA GPU; training uses the CPU")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in topology.gpus))
     memory = min(gpu.memory for gpu in topology.gpus) / _GIB
@@ -277,7 +281,11 @@ def infiniband(topology: Topology, *, locked_memory: int) -> CheckResult:
     if locked_memory != resource.RLIM_INFINITY and len(down) < len(topology.ports):
         detail = f"{detail}; locked memory is limited to {locked_memory / 2**20:.0f} MiB"
         return warn("InfiniBand", detail, "RDMA may fail: ulimit -l unlimited")
-    return warn("InfiniBand", detail, "run ibstat; unused ports are harmless") if down else ok("InfiniBand", detail)
+    return (
+        warn("InfiniBand", detail, "run ibstat; unused ports are harmless")
+        if down
+        else ok("InfiniBand", detail)
+    )
 
 
 def host_name(topology: Topology, *, cluster: bool) -> CheckResult:

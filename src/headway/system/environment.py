@@ -102,7 +102,7 @@ def sample_every_s(default: float, environ: Mapping[str, str] = os.environ) -> f
 
 
 def _seconds(name: str, default: float, environ: Mapping[str, str], *, example: str) -> float:
-    text = environ.get(name) or str(default)
+    text = environ.get(name, str(default))
     try:
         seconds = float(text)
     except ValueError:

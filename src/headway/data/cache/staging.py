@@ -150,7 +150,7 @@ class StagedFile:
         After a power cut, a file may hold fewer bytes than its size says.
         """
         identity = f"{self.source} {self.size} {self.mtime_ns} {self.boot}"
-        mark = hashlib.sha256(identity.encode()).hexdigest()[:12]
+        mark = hashlib.sha256(os.fsencode(identity)).hexdigest()[:12]
         return self.target.with_name(f".{self.target.name}.{mark}.part")
 
 
