@@ -24,6 +24,7 @@ from headway.system.text import plural
 from headway.train.batches import count_batches
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.model import precision
+from headway.train.model.optimizer_step import check_norm
 from headway.train.uneven import Uneven
 
 LOG_EVERY = 50
@@ -33,12 +34,6 @@ def check_whole(name: str, value: object) -> None:
     """Raises `UsageError` unless the value of a setting is a whole number of at least 1."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
-
-
-def check_norm(name: str, norm: object) -> None:
-    """Raises `UsageError` unless the value of a setting is a norm to clip gradients to, or None."""
-    if norm is not None and not (isinstance(norm, int | float | np.number) and norm is not True and norm > 0):
-        raise UsageError(f"{name}={norm!r}: give a norm above 0, or None for no clipping")
 
 
 def _check_limit(name: str, limit: object) -> None:

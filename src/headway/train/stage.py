@@ -26,7 +26,7 @@ from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
-from headway.train.optimizer_step import followers_of
+from headway.train.model.optimizer_step import followers_of
 from headway.train.settings import LOG_EVERY
 from headway.train.uneven import gather_lengths
 

@@ -29,8 +29,8 @@ from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, metrics_of_set
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
+from headway.train.model.optimizer_step import OptimizerStep
 from headway.train.model.precision import MixedPrecision
-from headway.train.optimizer_step import OptimizerStep
 from headway.train.resume.unsaved import find_unregistered
 from headway.train.settings import TrainSettings, limit_batches
 from headway.train.uneven import BatchAgreement, Repeated, gather_lengths

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
@@ -16,13 +17,18 @@ from headway.errors import HeadwayError, UsageError
 from headway.train.model.mesh_groups import total_norm
 from headway.train.model.precision import HostReadback
 from headway.train.model.zero_grad import fast_zero_grad
-from headway.train.settings import check_norm
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
     from headway.train.train_val_state import TrainValState
 
 _SMALLEST_WEIGHT = 1e-30  # of a step: one without any token has a gradient of 0
+
+
+def check_norm(name: str, norm: object) -> None:
+    """Raises `UsageError` unless the value of a setting is a norm to clip gradients to, or None."""
+    if norm is not None and not (isinstance(norm, int | float | np.number) and norm is not True and norm > 0):
+        raise UsageError(f"{name}={norm!r}: give a norm above 0, or None for no clipping")
 
 
 @final
