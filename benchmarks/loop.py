@@ -187,7 +187,7 @@ def headway(
     with tempfile.TemporaryDirectory() as directory:
         pipe = Pipeline(name="loop", root=Path(directory))
         if not measured:
-            pipe._timer.every = NEVER_STEPS
+            pipe._state.timer.every = NEVER_STEPS
         pipe.register_model("net", make_net())
         pipe.register_optimizer("adamw", adamw, model="net")
         pipe.register_dataset("train", batches if loader is None else loader)

@@ -438,7 +438,7 @@ def test_what_pre_run_registers_is_trained_checked_and_resumed(tmp_path: Path) -
     assert first.by_step | second.by_step == whole.by_step and min(second.by_step) == 13
     with pytest.raises(UsageError, match="needs the dataset 'train', registered is none"):
         pipe = set_up(Traced())
-        pipe._callbacks = [Callback()]
+        pipe._state.callbacks = [Callback()]
         pipe.run()
     with pytest.raises(UsageError, match=r"dataset 'val' is registered in stage 'train', when .* in pre_run"):
         pipe = set_up(Traced(), late=True)

@@ -50,7 +50,7 @@ class Faulty(Traced):
         return super().step(batch)
 
     def await_save(self) -> None:
-        checkpointer = self.pipe._checkpointer
+        checkpointer = self.pipe._state.checkpointer
         assert checkpointer is not None
         pending, save = checkpointer.saver._pending, checkpointer._last_save
         if pending is not None and pending.exception(60) is not None and save.scheduled and not save.failed:
@@ -142,11 +142,11 @@ def test_the_age_of_the_newest_checkpoint_is_known(tmp_path: Path) -> None:
     rows = pipe.directory.metrics_file(0).read_text()
     assert rows.count('"checkpoint_age_seconds":') == rows.count('"kind": "train"') >= 3
     assert '"checkpoint_age_seconds": null' not in rows
-    assert pipe._checkpointer is not None and pipe._checkpointer.checkpoint_age_s is not None
+    assert pipe._state.checkpointer is not None and pipe._state.checkpointer.checkpoint_age_s is not None
     again = make(tmp_path, Traced(cut=6), every=EVERY)
     os.utime(pipe.directory.checkpoint_dir(5), (1, 1))
     with pytest.raises(Cut):
         again.run()
-    assert again._checkpointer is not None and (again._checkpointer.checkpoint_age_s or 0) > 1e6, (
+    assert again._state.checkpointer is not None and (again._state.checkpointer.checkpoint_age_s or 0) > 1e6, (
         "that of the file"
     )

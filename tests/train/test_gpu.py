@@ -163,8 +163,8 @@ def test_time_is_split_by_events(tmp_path: Path) -> None:
     pipe.register_dataset("train", Batches(20))
     pipe.append_stage(Busy(log_every=10), max_epochs=1)
     seconds: list[dict[str, float]] = []
-    take = pipe._timer.take
-    pipe._timer.take = lambda most: (seconds.append(take(most)), seconds[-1])[1]  # type: ignore[method-assign]
+    take = pipe._state.timer.take
+    pipe._state.timer.take = lambda most: (seconds.append(take(most)), seconds[-1])[1]  # type: ignore[method-assign]
     pipe.run()
     assert seconds[1]["compute"] > 0.8 * sum(seconds[1].values())
 

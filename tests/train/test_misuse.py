@@ -456,7 +456,7 @@ class Scored(Classify):
     """A metric over the steps of an epoch, saved with the run."""
 
     def pre_stage(self) -> None:
-        self.metric = self.pipe._registered_state["count"]
+        self.metric = self.pipe._state.registered_state["count"]
         self.add_metric("train/count", self.metric)  # type: ignore[arg-type]
 
     def train_step(self, batch: Any) -> Tensor | None:

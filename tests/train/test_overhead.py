@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Batches, make_net, make_pipe, sgd
 
 import headway
-from headway.train import Pipeline, TrainValStage, pipeline
+from headway.train import Pipeline, TrainValStage, run_state
 from headway.train.metrics import timing
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -39,7 +39,7 @@ class Quiet(TrainValStage):
 
     def step(self, batch: Any) -> Tensor:
         x, y = batch
-        if self.pipe._timer.measuring:
+        if self.pipe._state.timer.measuring:
             self.measured.append(self.pipe.steps_done)
         return F.cross_entropy(self.models["net"](x), y)
 
@@ -153,7 +153,7 @@ def test_a_tracker_behind_a_black_hole_costs_a_step_nothing(
 ) -> None:
     """A server that accepts and never answers: not one call, lock or file operation more than without a tracker."""
     monkeypatch.setattr(timing, "SHORT_STEP_S", math.inf)
-    monkeypatch.setattr(pipeline, "feeding", partial(pipeline.feeding, finish_s=0.0))
+    monkeypatch.setattr(run_state, "feeding", partial(run_state.feeding, finish_s=0.0))
     monkeypatch.setenv("HEADWAY_SAMPLE_EVERY", "0")  # its thread ends after some seconds
     counted = []
     with socket.create_server(("127.0.0.1", 0)) as black_hole:

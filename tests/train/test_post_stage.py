@@ -175,11 +175,11 @@ def collect_warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @alone
 def test_without_checkpoints_a_state_from_after_the_hook_says_so(tmp_path: Path) -> None:
     pipe = make(tmp_path, Finishing(), max_epochs=1)
-    pipe._checkpointer = None
+    pipe._state.checkpointer = None
     pipe.run()
     stage = Finishing()
     again = make(tmp_path / "again", stage, max_epochs=1)
-    again._checkpointer = None
+    again._state.checkpointer = None
     again.load_state_dict(pipe.state_dict())
     again.run()
     assert stage.calls == 0 and not stage.by_step

@@ -391,7 +391,7 @@ def test_a_signal_to_all_processes_does_not_end_data_workers(kind: Any, tmp_path
 @alone
 def test_without_checkpoints_signals_are_as_ever(tmp_path: Path) -> None:
     pipe = make(tmp_path, Signalled(number=signal.SIGINT, who=(0,), at=5))
-    pipe._checkpointer = None
+    pipe._state.checkpointer = None
     with pytest.raises(KeyboardInterrupt):
         pipe.run()
 
@@ -408,7 +408,7 @@ def test_the_end_of_the_jobs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def step(self, batch: Any) -> Tensor:
             if self.pipe.steps_done == 4:
                 assert not current().agreement.decided
-                self.pipe._checkpointer._lead_time.save_s = 20.0  # type: ignore[union-attr]  # twice
+                self.pipe._state.checkpointer._lead_time.save_s = 20.0  # type: ignore[union-attr]  # twice
                 wait_for_the_word()
             return super().step(batch)
 

@@ -1,8 +1,9 @@
 """Training: the loop and what surrounds it.
 
 Start with `Pipeline`, then read loop.py, which is the whole loop. `Stage` and `TrainValStage` are what users subclass;
-loop_state.py and train_val_state.py hold what the loop knows about them. metrics/ reduces, records and shows numbers;
-model/ places and wraps models; resume/ saves and restores; diagnose/ explains what went wrong.
+run_state.py, loop_state.py and train_val_state.py hold what the loop knows about all three. metrics/ reduces, records
+and shows numbers; model/ places, wraps and updates models; resume/ saves and restores; diagnose/ explains what went
+wrong.
 """
 
 from typing import TYPE_CHECKING

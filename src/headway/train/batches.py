@@ -20,7 +20,7 @@ from headway.errors import UsageError
 from headway.train.uneven import BatchAgreement
 
 if TYPE_CHECKING:
-    from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
     from headway.train.stage import Stage
 
 _CLOSE_S = 3.0
@@ -51,7 +51,7 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def closing_loaders(pipe: Pipeline) -> Iterator[None]:
+def closing_loaders(run: RunState) -> Iterator[None]:
     """Ends what loaders have started, however the block is left: an exception keeps their iterators alive.
 
     A worker that is busy, or stuck in a file system, is not waited for: it ends with the process.
@@ -59,15 +59,15 @@ def closing_loaders(pipe: Pipeline) -> Iterator[None]:
     try:
         yield
     finally:
-        closing = threading.Thread(target=_close_loaders, args=(pipe,), name="headway close", daemon=True)
+        closing = threading.Thread(target=_close_loaders, args=(run,), name="headway close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
 
-def _close_loaders(pipe: Pipeline) -> None:
-    for stage in pipe.stages:
-        stage._loop.close_batches()
-    for loader in pipe.datasets.values():
+def _close_loaders(run: RunState) -> None:
+    for stage in run.stage_states:
+        stage.close_batches()
+    for loader in run.pipe.datasets.values():
         if isinstance(loader, DataLoader):
             loader.close()
 

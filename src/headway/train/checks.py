@@ -24,7 +24,9 @@ from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.stage import Stage
 
 if TYPE_CHECKING:
+    from headway.train.loop_state import LoopState
     from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
     from headway.train.train_val import TrainValStage
 
 
@@ -36,17 +38,17 @@ def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
         raise UsageError(f"a {kind} named {name!r} is already registered: choose another name")
 
 
-def check_dataset(name: str, loader: object, pipe: Pipeline) -> None:
+def check_dataset(name: str, loader: object, run: RunState) -> None:
     """Raises `UsageError` for what is registered as a dataset and cannot be, or not any more."""
-    check_new("dataset", name, pipe.datasets)
+    check_new("dataset", name, run.pipe.datasets)
     if not isinstance(loader, Iterable):
         raise UsageError(
             f"dataset {name!r} is of type {type(loader).__name__}: register an iterable over batches, such as a "
             "DataLoader"
         )
-    if pipe.current_stage is not None and pipe._checkpointer is not None:
+    if run.current_state is not None and run.checkpointer is not None:
         raise UsageError(
-            f"dataset {name!r} is registered in stage {pipe.current_stage.name!r}, when positions have been restored: "
+            f"dataset {name!r} is registered in stage {run.current_state.name!r}, when positions have been restored: "
             "register it in pre_run of the pipeline or of a callback, or before run()"
         )
 
@@ -120,18 +122,18 @@ def _advice_for_equal_lengths(loader: object) -> str:
     return "use hw.data.DataLoader, drop_last=True"
 
 
-def check_monitored(stage: Stage) -> None:
+def check_monitored(state: LoopState) -> None:
     """Raises `UsageError` on all ranks, after an epoch, if a setting names a metric that has not appeared so far.
 
     What the pipeline monitors may be a metric of a later stage. The epoch is saved first, so that it is not lost.
     """
-    pipe, state = stage.pipe, stage._loop
+    run, pipe = state.run, state.pipe
     last = pipe.history.epochs[-1].values
     wanted = {} if state.early_stopping is None else {"early_stop": state.early_stopping.name}
-    if stage is pipe.stages[-1]:
-        if pipe._checkpointer and (best := pipe._checkpointer.settings.retention.keep_best):
+    if state.stage is pipe.stages[-1]:
+        if run.checkpointer and (best := run.checkpointer.settings.retention.keep_best):
             wanted["keep_best"] = best
-        for name, schedule in pipe._schedules.items():
+        for name, schedule in run.schedules.items():
             if schedule.monitor is not None:
                 wanted[f"the monitor of optimizer {name!r}"] = schedule.monitor
     missing = {setting: name for setting, name in wanted.items() if name not in last}
@@ -140,8 +142,8 @@ def check_monitored(stage: Stage) -> None:
     known = pipe.history.names()
     for setting, name in missing.items():
         if name not in known:
-            if pipe._checkpointer:
-                pipe._checkpointer.finish()
+            if run.checkpointer:
+                run.checkpointer.finish()
             raise UsageError(
                 f"{setting} is {name!r}, which no epoch has logged so far: give one of {', '.join(known) or 'none'}, "
                 "or log it in every epoch"
@@ -178,19 +180,20 @@ def keep_metric(name: str, metric: EpochMetric, world: World) -> None:
         persistent(True)
 
 
-def check_pipeline(pipe: Pipeline) -> None:
+def check_pipeline(run: RunState) -> None:
     """Raises `UsageError` for what cannot work, before the run starts."""
-    if pipe._run is not None:
+    if run.directory is not None:
         raise UsageError("this pipeline has already run: create a new Pipeline for each run")
-    if not pipe.stages:
+    if not run.pipe.stages:
         raise UsageError(
             "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"
         )
     asked_window()
 
 
-def check_registered(pipe: Pipeline) -> None:
+def check_registered(run: RunState) -> None:
     """Raises `UsageError` for what is registered and cannot work, or is missing, before anything is trained."""
+    pipe = run.pipe
     known = {id(p) for model in pipe.registered_models.values() for p in model.bare.parameters()}
     for name, optimizer in pipe.optimizers.items():
         for group in optimizer.param_groups:
@@ -199,18 +202,18 @@ def check_registered(pipe: Pipeline) -> None:
                     f"optimizer {name!r} has parameters that no registered model has: register their model, or "
                     "pass a function that makes the optimizer from the parameters it gets"
                 )
-    for stage in pipe.stages:
-        stage._loop.check()
+    for state in run.stage_states:
+        state.check()
 
 
-def watch_first_steps(pipe: Pipeline) -> None:
+def watch_first_steps(run: RunState) -> None:
     """Has the first steps of sharded models checked: gradients, ties, and batches that ranks share."""
 
     def latest_batch() -> Any:
-        return None if pipe.current_stage is None else pipe.current_stage._loop.batch
+        return None if run.current_state is None else run.current_state.batch
 
-    for model in pipe.registered_models.values():
-        for optimizer in pipe.optimizers.values():
+    for model in run.pipe.registered_models.values():
+        for optimizer in run.pipe.optimizers.values():
             model.watch(optimizer, latest_batch)
 
 

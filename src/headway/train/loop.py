@@ -1,8 +1,8 @@
 """The training loop, all of it. `Pipeline.run` calls it; your step is at most five calls below that.
 
-for _ in epochs(stage):             # hooks, set_epoch, the epoch's metrics
-    for _ in train(stage):          # steps; pauses where a validation is due
-        validate(stage)
+for _ in epochs(state):             # hooks, set_epoch, the epoch's metrics
+    for _ in train(state):          # steps; pauses where a validation is due
+        validate(state)
 """
 
 from __future__ import annotations
@@ -18,41 +18,40 @@ from torch import Tensor
 from headway.dist.failure.capture import HEARTBEAT
 from headway.system.failpoints import failpoint
 from headway.train.evaluate.mode import shares_batches, val_batches
-from headway.train.loop_state import StageStatus
+from headway.train.loop_state import LoopState, StageStatus
 from headway.train.model.precision import copy_loss
 from headway.train.resume.ledger_writer import stage_losses
 
 if TYPE_CHECKING:
-    from headway.train.stage import Stage
-    from headway.train.train_val import TrainValStage
+    from headway.train.train_val_state import TrainValState
 
 
-def epochs(stage: Stage) -> Iterator[None]:
+def epochs(state: LoopState) -> Iterator[None]:
     """Surrounds each epoch of a stage: the epoch itself is what the caller does at the `yield`."""
-    pipe, state = stage.pipe, stage._loop
+    run = state.run
     while state.status.in_epoch or state.more_epochs:  # after a resume, the rest of an epoch may be left
-        pipe._begin_epoch(stage)
+        run.begin_epoch(state)
         yield
         HEARTBEAT.set_ended_epoch(state.epoch + 1)
         state.check_progress()
-        log_point(stage)
-        pipe._end_epoch(stage, state.epoch_values())
-        pipe._run_hook("post_epoch", stage)
+        log_point(state)
+        run.end_epoch(state, state.epoch_values())
+        run.run_hook("post_epoch", state.stage)
         state.log_after_epoch()
-        pipe._apply_metrics(stage)
-        if pipe._checkpointer:
-            pipe._checkpointer.after_epoch(stage)
+        run.apply_metrics(state)
+        if run.checkpointer:
+            run.checkpointer.after_epoch(state)
 
 
-def train(stage: TrainValStage) -> Iterator[None]:
+def train(state: TrainValState) -> Iterator[None]:
     """Runs one epoch of training; yields where a validation is due."""
-    pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
+    stage, pipe, timer = state.stage, state.pipe, state.run.timer
     settings, losses, update = state.settings, state.recent_losses, state.optimizer_step
     autocast, backward, accumulate = state.precision.autocast, state.precision.backward, settings.accumulate
     last = math.inf if state.max_steps is None else state.max_steps
     progress, batches = state.train_batches()
     train_step, count_samples, uneven = state.step_functions(progress.agreement)
-    keep = copy_loss if pipe._outputs_are_reused else Tensor.detach  # losses are read at log points
+    keep = copy_loss if state.run.outputs_are_reused else Tensor.detach  # losses are read at log points
     stage.zero_grad()
     while True:
         if settings.validates_in_epoch and state.validation_due(epoch_ends=False):
@@ -83,19 +82,19 @@ def train(stage: TrainValStage) -> Iterator[None]:
         timer.mark_step("optimizer")
         if not update.apply_update():
             del losses[-len(window) :]
-        finish_step(stage)
+        finish_step(state)
     state.end_pass(progress)
     if state.validation_due(epoch_ends=True):
         yield
 
 
-def validate(stage: TrainValStage) -> None:
+def validate(state: TrainValState) -> None:
     """Runs one validation, in the same precision, over whatever number of batches each rank has."""
-    state, timer, checkpointer = stage._loop, stage.pipe._timer, stage.pipe._checkpointer
+    stage, timer, checkpointer = state.stage, state.run.timer, state.run.checkpointer
     if not (loaders := state.val_loaders()):
         return state.note_validation()
-    log_point(stage)  # the training so far is reported first, and its time is not the validation's
-    with checkpointer.validating(stage) if checkpointer else nullcontext(), state.evaluating():
+    log_point(state)  # the training so far is reported first, and its time is not the validation's
+    with checkpointer.validating(state) if checkpointer else nullcontext(), state.evaluating():
         for batch in val_batches(state, loaders):
             timer.mark("validation")
             state.batch = batch
@@ -111,38 +110,38 @@ def validate(stage: TrainValStage) -> None:
     state.end_validation(point)
 
 
-def finish_step(stage: Stage) -> None:
+def finish_step(state: LoopState) -> None:
     """Counts a step, and holds the log point if one is due."""
-    pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
+    run, pipe, timer = state.run, state.run.pipe, state.run.timer
     state.steps_done, pipe.steps_done, state.in_step = state.steps_done + 1, pipe.steps_done + 1, False
     HEARTBEAT.move(state.name, pipe.steps_done)
-    if pipe._ledger:
-        pipe._ledger.end_step(pipe.steps_done, epoch=stage.epoch)
+    if run.ledger:
+        run.ledger.end_step(pipe.steps_done, epoch=state.epoch)
     if state.failpoints_armed:
         failpoint("train.step")
     if state.steps_done % state.log_every == 0:
-        log_point(stage)
-    if pipe._checkpointer:
-        pipe._checkpointer.after_step(stage)
+        log_point(state)
+    if run.checkpointer:
+        run.checkpointer.after_step(state)
     # one of many brief ones is measured, but not the first after a log point, which finds the device idle
     measured = state.steps_done % timer.every == timer.every // 5
     if measured or timer.measuring:
         timer.begin_step(timer.every if measured else 0)
 
 
-def log_point(stage: Stage) -> None:
+def log_point(state: LoopState) -> None:
     """Brings all ranks together: reduces metrics, waits for the device once, and agrees on requests to stop or save."""
-    pipe, state, timer = stage.pipe, stage._loop, stage.pipe._timer
+    run, timer = state.run, state.run.timer
     state.before_log_point()
     timer.mark("wait")
-    point = state.meter.reduce(flags=state.log_point_flags(), busy=pipe._busy_s)
+    point = state.meter.reduce(flags=state.log_point_flags(), busy=run.busy_s)
     HEARTBEAT.set_ended_epoch(None)  # all ranks have met
     timer.mark("other")
     state.apply_flags(point.flags)
-    pipe._record_log_point(stage, "train", point)
-    if pipe._ledger:
-        pipe._ledger.write(stage.name, stage_losses(stage))
+    run.record_log_point(state, "train", point)
+    if run.ledger:
+        run.ledger.write(state.name, stage_losses(state))
     state.examine(point)
     state.samples, state.logged_at = 0, state.steps_done
-    if pipe._checkpointer:
-        pipe._checkpointer.after_log_point(point)
+    if run.checkpointer:
+        run.checkpointer.after_log_point(point)

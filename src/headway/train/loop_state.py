@@ -30,7 +30,6 @@ from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import AddedMetrics, EpochMetric, check_names
 from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
-from headway.train.resume import generators
 from headway.train.resume.replay import note_batch, read_stand_in
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import find_unregistered
@@ -40,6 +39,7 @@ from headway.train.uneven import BatchAgreement, Repeated, Uneven, report_left
 if TYPE_CHECKING:
     from headway.train.diagnose.profiler import ProfilerSettings, StageProfiler
     from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
     from headway.train.stage import Stage
 
 STOP, SAVE, VALIDATE, POST_STAGE = 1, 2, 4, 8
@@ -124,6 +124,11 @@ class LoopState:
     def pipe(self) -> Pipeline:
         return self.stage.pipe
 
+    @cached_property
+    def run(self) -> RunState:
+        """What the loop knows about the run that this stage is part of."""
+        return self.stage.pipe._state
+
     @property
     def device(self) -> torch.device:
         return self.stage.pipe.device
@@ -135,7 +140,7 @@ class LoopState:
 
     @cached_property
     def meter(self) -> MetricAccumulator:
-        return MetricAccumulator(self.device, repeats_batches=self.pipe._repeats_batches)
+        return MetricAccumulator(self.device, repeats_batches=self.run.repeats_batches)
 
     def log(
         self, name: str, value: Tensor | float, weight: Tensor | float, reduce: Reduction, scope: Scope
@@ -158,7 +163,7 @@ class LoopState:
 
     def log_media(self, name: str, take: Callable[[], MediaContent]) -> None:
         """Keeps what `take` returns, if this rank keeps anything. An evaluation outside of a run keeps nothing."""
-        media = self.pipe._media
+        media = self.run.media
         if media is None or not media.is_open or (full := self.media_name(name)) is None:
             return
         step = self.pipe.steps_done + self.in_step  # as the loss of the same step
@@ -213,11 +218,9 @@ class LoopState:
 
     def log_point_flags(self) -> int:
         """What this rank asks for at a log point."""
-        checkpointer = self.pipe._checkpointer
-        own = (STOP if self.stop_requested else 0) | (
-            POST_STAGE if self.pipe._has_post_stage(self.stage) else 0
-        )
-        return own | (checkpointer.log_point_flags() if checkpointer else 0)
+        flags = STOP if self.stop_requested else 0
+        flags |= POST_STAGE if self.run.has_post_stage(self.stage) else 0
+        return flags | (self.run.checkpointer.log_point_flags() if self.run.checkpointer else 0)
 
     def apply_flags(self, flags: Sequence[int]) -> None:
         """What all ranks have asked for: one rank is enough to stop."""
@@ -246,18 +249,15 @@ class LoopState:
         """
         positioned = isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
-            state = (
-                self.pipe._checkpointer.loaders.capture(loader)
-                if self.pipe._checkpointer and not positioned
-                else None
-            )
+            saves = self.run.checkpointer
+            state = saves.loaders.capture(loader) if saves and not positioned else None
             self.passes.append(Pass(total_batches=total, rng_state=state))
         begun = self.passes[self._passes_begun]
         begun.rescale(total)
         begun.loader = loader
         begun.skip = 0 if positioned else begun.batches_given
         self._passes_begun += 1
-        self.pipe._timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
+        self.run.timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
         return begun
 
     def device_batches(
@@ -283,7 +283,7 @@ class LoopState:
         self, loader: Iterable[Any], limit: int | None, progress: Pass | None
     ) -> Generator[Any]:
         training = progress is not None
-        ledger = self.pipe._ledger if training else None  # a validation is not a step
+        ledger = self.run.ledger if training else None  # a validation is not a step
         progress = progress or Pass()
         if progress.done or (progress.batches_given and not self.more_steps):
             return
@@ -310,7 +310,7 @@ class LoopState:
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
         """Iterates over the batches that are left of a pass."""
-        loaders = self.pipe._checkpointer.loaders if self.pipe._checkpointer else None
+        loaders = self.run.checkpointer.loaders if self.run.checkpointer else None
         if loaders is None or not progress.skip:
             return loaders.open(loader) if loaders else open_loader(loader)
         dist.print_root(
@@ -399,7 +399,7 @@ class LoopState:
         if self.steps_done != self.logged_at:
             log_bad(self.quarantining, self.meter)
             for name, optimizer in self.stepped_optimizers().items():
-                schedule = self.pipe._schedules.get(name)
+                schedule = self.run.schedules.get(name)
                 log_learning_rates(name, optimizer, self.meter, used=schedule.used if schedule else ())
 
     def stepped_optimizers(self) -> Mapping[str, Optimizer]:
@@ -419,8 +419,8 @@ class LoopState:
         self.logged_at = self.steps_done
         self.apply_flags(point.flags)
         if point.values or point.local:
-            self.pipe._extend_epoch(self.stage, point)
-        self.pipe._reporter.show_epoch()
+            self.run.extend_epoch(self, point)
+        self.run.reporter.show_epoch()
 
     def epoch_values(self) -> dict[str, Any]:
         """Returns the metrics of the finished epoch, the same on all ranks."""
@@ -481,20 +481,3 @@ class LoopState:
         stopping = state.get("early_stopping")  # older checkpoints have none
         if self.early_stopping is not None and stopping is not None:
             self.early_stopping.load_state_dict(stopping)
-
-    def pass_states(self) -> list[Mapping[str, Any] | None]:
-        """Returns what the batches of each pass depend on, on this rank, and checksums of some of them."""
-        states: list[Mapping[str, Any] | None] = []
-        for each in self.passes:
-            state = each.rng_state
-            if state is not None and each.loader is not None:  # None: saved before, and not resumed yet
-                now = {"generators_now": generators.capture(each.loader), "checksums": dict(each.checksums)}
-                state = {**state, **now}
-            states.append(state)
-        return states
-
-    def restore_pass_states(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Restores what `pass_states` returned on this rank."""
-        for each, state in zip(self.passes, states, strict=True):
-            each.rng_state = state
-            each.checksums = dict(state.get("checksums", {})) if state else {}

@@ -302,11 +302,11 @@ class Stage(ABC):
             for x, y in self.batches("train"):
                 ...
         """
-        state, timer = self._loop, self.pipe._timer
+        state, timer = self._loop, self._loop.run.timer
         loader = self.datasets.get(name)
         if loader is None:
             raise missing_dataset(self, name)
-        finish_open_steps(self)
+        finish_open_steps(state)
         lengths = gather_lengths(count_batches(loader, None), self.device)
         progress, in_step = state.begin_agreed_pass(loader, None, lengths), False
         try:
@@ -317,7 +317,7 @@ class Stage(ABC):
                 in_step = True
                 yield batch
                 in_step = False
-                loop.finish_step(self)
+                loop.finish_step(state)
                 if not state.more_steps:
                     timer.mark("other")
                     return
@@ -338,15 +338,15 @@ class Stage(ABC):
         if optimizer is None:
             raise unknown_name("optimizer of the pipeline", name, self.pipe.optimizers)
         optimizer.step()
-        for follow in followers_of(self.pipe, [optimizer]):
+        for follow in followers_of(self._loop.run, [optimizer]):
             follow()
 
 
-def finish_open_steps(stage: Stage) -> None:
+def finish_open_steps(state: LoopState) -> None:
     """Counts the steps of a user's loop that ended with `break`."""
-    while stage._loop.steps_left_open:
-        stage._loop.steps_left_open -= 1
-        loop.finish_step(stage)
+    while state.steps_left_open:
+        state.steps_left_open -= 1
+        loop.finish_step(state)
 
 
 _AT_APPEND = ("max_epochs", "max_steps", "name")

@@ -132,5 +132,5 @@ class TrainValStage(Stage):
     @final
     def run_epoch(self) -> None:
         """Runs the managed loop: see loop.py."""
-        for _ in loop.train(self):  # pauses where a validation is due
-            loop.validate(self)
+        for _ in loop.train(self._loop):  # pauses where a validation is due
+            loop.validate(self._loop)

@@ -75,7 +75,7 @@ class TrainValState(LoopState):
 
     @cached_property
     def val_meter(self) -> MetricAccumulator:
-        return MetricAccumulator(self.device, repeats_batches=self.pipe._repeats_batches)
+        return MetricAccumulator(self.device, repeats_batches=self.run.repeats_batches)
 
     @cached_property
     def only_optimizer(self) -> Sequence[Optimizer]:
@@ -344,7 +344,7 @@ class TrainValState(LoopState):
             first, rank = int(steps.min()), int(steps.argmin())
             who = ", ".join(str(rank) for rank in ranks)
             known = evidence.explain_non_finite_loss(
-                self.stage, first, rank, point.values.get(prefix + "grad_norm")
+                self, first, rank, point.values.get(prefix + "grad_norm")
             )
             raise HeadwayError(
                 f"the loss of stage {self.name!r} became non-finite at step {first:,}, on rank {who}{known}: "
@@ -444,12 +444,12 @@ class TrainValState(LoopState):
         # a validation before the first step is not one of the epoch
         self._val_values = dict(point.values) if self.steps_done else {}
         self.note_validation()
-        self.pipe._record_log_point(self.stage, "validation", point)
+        self.run.record_log_point(self, "validation", point)
         if self.settings.validates_between_steps and self.steps_done:
             self.stop_early(point.values, in_validation=True)
-        if self.pipe._checkpointer:
-            self.pipe._checkpointer.after_validation(self.stage)
-        self.pipe._timer.stop()
+        if self.run.checkpointer:
+            self.run.checkpointer.after_validation(self)
+        self.run.timer.stop()
         check_bad(self.val_quarantining, point)
 
     def note_validation(self) -> None:

@@ -28,8 +28,8 @@ from headway.train.diagnose.plan_check import PlanCheck
 
 if TYPE_CHECKING:
     from headway.run import Run
-    from headway.train.stage import Stage
-    from headway.train.train_val import TrainValStage
+    from headway.train.loop_state import LoopState
+    from headway.train.train_val_state import TrainValState
 
 _GIB = 2**30
 UNKNOWN_STEP = 2**62
@@ -38,21 +38,21 @@ _PHASES = {"backward": "backward pass", "apply_update": "optimizer's step", "val
 
 
 @contextmanager
-def explain_out_of_memory(stage: Stage) -> Iterator[None]:
+def explain_out_of_memory(state: LoopState) -> Iterator[None]:
     """Adds all that is known to an out-of-memory error that is raised in the context."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise HeadwayError(_out_of_memory(error, stage)) from error
+        raise HeadwayError(_out_of_memory(error, state)) from error
 
 
-def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
-    pipe = stage.pipe
+def _out_of_memory(error: torch.OutOfMemoryError, state: LoopState) -> str:
+    pipe = state.pipe
     calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     phase = next((words for name, words in _PHASES.items() if name in calls), "forward pass")
     known = [
         f"rank {pipe.world.rank} ran out of memory on {pipe.device} in the {phase} of step {pipe.steps_done + 1}",
-        f"the batch has {shapes(stage._loop.batch)}",
+        f"the batch has {shapes(state.batch)}",
     ]
     if pipe.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(pipe.device)
@@ -62,9 +62,9 @@ def _out_of_memory(error: torch.OutOfMemoryError, stage: Stage) -> str:
             file = pipe.directory.memory_file(pipe.world.rank)
             file.write_text(torch.cuda.memory_summary(pipe.device))
             known.append(f"the allocator's own summary is in {file}")
-    for callback in pipe._callbacks:
+    for callback in state.run.callbacks:
         if isinstance(callback, PlanCheck):
-            callback.await_plan(stage)
+            callback.await_plan(state)
     known += _planned_memory(pipe.directory)
     advice = "lower the batch size and raise accumulate, pass activation_checkpointing, or shard the model with fsdp"
     return f"{'; '.join(known)}: {advice} ({str(error).splitlines()[0]})"
@@ -100,43 +100,43 @@ def shapes(batch: Any) -> str:
     return f"shape {found[0]}" if len(found) == 1 else f"shapes {', '.join(found[:-1])} and {found[-1]}"
 
 
-def explain_non_finite_loss(stage: TrainValStage, first: int, rank: int, norm: Any) -> str:
+def explain_non_finite_loss(state: TrainValState, first: int, rank: int, norm: Any) -> str:
     """Returns what can be found out about a loss that became non-finite at step `first`, on `rank` before others.
 
     Call it on all ranks; it returns the same on all.
     """
-    causes = RankExchange("explain a non-finite loss").all_gather(lambda: _replay(stage))
+    causes = RankExchange("explain a non-finite loss").all_gather(lambda: _replay(state))
     known = [causes[rank]]
     if isinstance(norm, float) and math.isfinite(norm):
         known.append(f"the norm of the gradients was {norm:.3g}")
-    if samples := _samples(stage, first):
+    if samples := _samples(state, first):
         known.append(f"step {first:,} used the samples {samples}")
     return "".join(f"; {fact}" for fact in known if fact)
 
 
-def _replay(stage: TrainValStage) -> str:
+def _replay(state: TrainValState) -> str:
     """Runs the last batch again and returns where the first non-finite number appears."""
-    for name, model in stage.pipe.registered_models.items():
+    for name, model in state.pipe.registered_models.items():
         for key, parameter in model.bare.named_parameters():
             if not _finite(parameter.detach()):
                 return f"the weights {key!r} of model {name!r} are non-finite"
     found: list[str] = []
     with ExitStack() as stack:
-        for name, model in stage.pipe.registered_models.items():
+        for name, model in state.pipe.registered_models.items():
             for key, part in model.bare.named_modules():
                 label = f"{key or type(part).__name__} of model {name!r}"
                 hook = part.register_forward_hook(_output_check(label, found))
                 stack.callback(hook.remove)
-        with torch.no_grad(), stage._loop.not_counted(), stage._loop.precision.autocast or nullcontext():
-            returned = stage.train_step(stage._loop.batch)
+        with torch.no_grad(), state.not_counted(), state.precision.autocast or nullcontext():
+            returned = state.stage.train_step(state.batch)
     if found:
         return f"the first module with a non-finite output is {found[0]}"
-    if not _finite(*tree_leaves(stage._loop.batch)):
+    if not _finite(*tree_leaves(state.batch)):
         return "the last batch itself is non-finite"
     if _finite(*tree_leaves(returned)):
         return ""
     return (
-        f"all modules have finite outputs for the last batch, of {shapes(stage._loop.batch)}, and its loss is "
+        f"all modules have finite outputs for the last batch, of {shapes(state.batch)}, and its loss is "
         "non-finite, as a mean over nothing (0/0) is: return (loss, weight) from step(), with weight 0 for such a batch"
     )
 
@@ -163,16 +163,16 @@ def _finite(*values: Any) -> bool:
     return True
 
 
-def _samples(stage: TrainValStage, first: int) -> str:
+def _samples(state: TrainValState, first: int) -> str:
     """Returns the samples of that step, of all ranks together; empty if the loader cannot tell."""
-    loader = stage.train_dataset()
+    loader = state.stage.train_dataset()
     if not isinstance(loader, TraceableLoader) or first == UNKNOWN_STEP:
         return ""
     span, order = loader.last_span(), loader.order()
     if span is None or order is None:
         return ""
-    width = (span[1] - span[0]) * stage._loop.settings.accumulate
-    stop = span[1] - (stage.pipe.steps_done - first) * width
+    width = (span[1] - span[0]) * state.settings.accumulate
+    stop = span[1] - (state.pipe.steps_done - first) * width
     if stop < width:
         return ""  # the step was in an earlier epoch
     return shorten_list(SampleLookup(order).labels(stop - width, stop))

@@ -20,6 +20,7 @@ from headway.train.metrics.meter import LogPoint
 
 if TYPE_CHECKING:
     from headway.train.diagnose.traced_plan import ForkedTrace
+    from headway.train.loop_state import LoopState
     from headway.train.pipeline import Pipeline
     from headway.train.stage import Stage
 
@@ -30,12 +31,12 @@ _PATIENCE_S = 60.0
 """How long a failure waits for the plan that is quoted in its report."""
 
 
-def with_plan(stage: Stage, kind: str, point: LogPoint) -> LogPoint:
+def with_plan(state: LoopState, kind: str, point: LogPoint) -> LogPoint:
     """Adds what is measured over what was planned to the metrics: on each rank its own, and rank 0 writes its row."""
     ratios: dict[str, float] = {}
-    for callback in stage.pipe._callbacks:
+    for callback in state.run.callbacks:
         if isinstance(callback, PlanCheck):
-            ratios |= callback.measure(stage, kind)
+            ratios |= callback.measure(state, kind)
     return replace(point, values={**point.values, **ratios}) if ratios else point
 
 
@@ -73,15 +74,14 @@ class PlanCheck(Callback):
         if self._trace is not None:
             self._trace.close()
 
-    def await_plan(self, stage: Stage) -> None:
+    def await_plan(self, state: LoopState) -> None:
         """Waits for a plan that is being traced, if there is one."""
-        self._take_trace(stage, wait_s=_PATIENCE_S)
+        self._take_trace(state, wait_s=_PATIENCE_S)
 
-    def _take_trace(self, stage: Stage, *, wait_s: float = 0.0) -> None:
+    def _take_trace(self, state: LoopState, *, wait_s: float = 0.0) -> None:
         """Takes the plan from the process that traces the step, if it is done."""
-        if self._trace is None or stage is not stage.pipe.stages[0]:
+        if self._trace is None or state.stage is not state.pipe.stages[0]:
             return
-        state = stage._loop
         if state.batch is None or not (
             state.in_step or state.steps_done > state.logged_at or self._trace.asked
         ):
@@ -97,7 +97,7 @@ class PlanCheck(Callback):
                 self._trace = trace  # still at work
             else:
                 self._step_s = []  # steps beside a process that traces are slower
-                self._keep(stage.pipe)
+                self._keep(state.pipe)
 
     def _keep(self, pipe: Pipeline) -> None:
         """Writes the plan into the run directory, once."""
@@ -105,41 +105,41 @@ class PlanCheck(Callback):
         if pipe.world.is_root and pipe.directory.is_ours() and not pipe.directory.plan_file.exists():
             files.write_atomic(pipe.directory.plan_file, to_json(self.plan.content))
 
-    def measure(self, stage: Stage, kind: str) -> dict[str, float]:
+    def measure(self, state: LoopState, kind: str) -> dict[str, float]:
         """Returns what is measured over what was planned; call it at every log point."""
         if kind != "train":
             self._since = None  # an interval with a validation in it is no measure of a step
             return {}
-        now, steps = time.monotonic(), stage.pipe.steps_done
+        now, steps = time.monotonic(), state.pipe.steps_done
         if self._since is not None and steps > self._since[1]:
             self._step_s = [*self._step_s, (now - self._since[0]) / (steps - self._since[1])][-_REMEMBERED:]
         self._since = now, steps
-        self._take_trace(stage)
+        self._take_trace(state)
         if self.plan is None:
             return {}
         measured: dict[PlannedKey, float | None] = {}
         if len(self._step_s) >= _INTERVALS:
             measured["step"] = median(self._step_s)
-        if stage.pipe.device.type == "cuda":
-            measured["memory"] = float(torch.cuda.max_memory_allocated(stage.pipe.device))
+        if state.device.type == "cuda":
+            measured["memory"] = float(torch.cuda.max_memory_allocated(state.device))
         compared = self.plan.compare(measured)
         for each in compared:
-            self._warn(stage, each)
+            self._warn(state, each)
         return {f"plan/{each.what}": each.ratio for each in compared if each.ratio is not None}
 
-    def _warn(self, stage: Stage, found: PlanComparison) -> None:
+    def _warn(self, state: LoopState, found: PlanComparison) -> None:
         if found.what in self._told or found.measured is None or not found.differs:
             return
         self._told.add(found.what)
-        if stage.pipe.world.is_root:
+        if state.pipe.world.is_root:
             what = "step time" if found.what == "step" else "memory of rank 0"
             text = found.planned.sentence(what, found.measured)
-            text += self._part(stage) if found.what == "step" else ""
+            text += self._part(state) if found.what == "step" else ""
             logger.warning("the run differs from its plan: %s", text, extra={"event": "plan"})
 
-    def _part(self, stage: Stage) -> str:
+    def _part(self, state: LoopState) -> str:
         """Says which part of the step is not as planned: the plan knows no wait for data."""
-        waited = stage.pipe._reporter.data_wait
+        waited = state.run.reporter.data_wait
         if waited is not None and waited > 0.1:
             return f"; {waited:.0%} of the step is a wait for data, which the plan has none of"
         return "; hardly any of it is a wait for data: the device or the exchange between ranks differs"
@@ -152,7 +152,7 @@ def _start_trace(stage: Stage) -> ForkedTrace | None:
 
     split = [name for name, model in stage.pipe.registered_models.items() if model.sharded]
     if isinstance(stage, TrainValStage) and not split:
-        return ForkedTrace(stage)
+        return ForkedTrace(stage._loop)
     why = (
         f"model {split[0]!r} is split over ranks" if split else f"stage {stage.name!r} has a loop of its own"
     )

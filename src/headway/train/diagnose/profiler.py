@@ -23,6 +23,7 @@ from headway.system.text import plural
 from headway.train.diagnose.window_trace import WindowTrace
 
 if TYPE_CHECKING:
+    from headway.train.loop_state import LoopState
     from headway.train.stage import Stage
 
 _MOST_STEPS = 1000
@@ -76,20 +77,19 @@ def asked_window() -> ProfilerSettings | None:
 
 
 @contextmanager
-def profiling(stage: Stage) -> Iterator[None]:
+def profiling(state: LoopState) -> Iterator[None]:
     """Surrounds all epochs of a stage: traces the window that HEADWAY_PROFILE or else it names, if this rank is to."""
-    state, asked = stage._loop, asked_window()
-    settings = state.profiler_settings
+    asked, settings = asked_window(), state.profiler_settings
     if asked is not None and settings is not None:
         logger.info(
-            f"{environment.PROFILE}={asked.steps} is traced instead of steps {settings.steps} of stage {stage.name!r}"
+            f"{environment.PROFILE}={asked.steps} is traced instead of steps {settings.steps} of stage {state.name!r}"
         )
         settings = replace(settings, steps=asked.steps, of_run=True)
     settings = settings or asked
-    if settings is None or stage.pipe.world.rank not in settings.ranks:
+    if settings is None or state.pipe.world.rank not in settings.ranks:
         yield
         return
-    state.profiler = profiler = StageProfiler(stage, settings)
+    state.profiler = profiler = StageProfiler(state.stage, settings)
     try:
         yield
         profiler.finish()

@@ -15,7 +15,7 @@ from headway.system import environment
 from headway.train.train_val_state import TrainValState
 
 if TYPE_CHECKING:
-    from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
 
 Part: TypeAlias = Literal["save", "resume"]
 _STEPS = {"save": 2, "resume": 3}
@@ -36,12 +36,11 @@ def requested_part() -> Part | None:
             )
 
 
-def shorten(pipe: Pipeline, part: Part) -> None:
+def shorten(run: RunState, part: Part) -> None:
     """Limits each stage to what a smoke run needs, and enables checkpointing if the script does not."""
-    if pipe._checkpointer is None:
-        pipe.enable_checkpointing()
-    for stage in pipe.stages:
-        state = stage._loop
+    if run.checkpointer is None:
+        run.pipe.enable_checkpointing()
+    for state in run.stage_states:
         state.max_steps, state.max_epochs = _STEPS[part], 1 if part == "save" else 2
         state.log_every = 1
         if isinstance(state, TrainValState):

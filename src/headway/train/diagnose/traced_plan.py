@@ -38,7 +38,7 @@ from headway.plan.tracer.result import TraceResult, trace_estimate
 from headway.plan.tracer.settings import TraceSettings
 
 if TYPE_CHECKING:
-    from headway.train.train_val import TrainValStage
+    from headway.train.train_val_state import TrainValState
 
 
 class _TensorShape(NamedTuple):
@@ -52,12 +52,12 @@ class _TensorShape(NamedTuple):
 class ForkedTrace:
     """Traces the step of a stage in a forked process: as it is, with smaller batches, and with checkpointed blocks."""
 
-    def __init__(self, stage: TrainValStage) -> None:
-        self._stage, self.asked = stage, False
+    def __init__(self, state: TrainValState) -> None:
+        self._state, self.asked = state, False
         self._settings = TraceSettings(
-            factory=f"stage:{stage.name}",
-            precision="amp" if stage._loop.precision.autocast is not None else "fp32",
-            accumulate=stage._loop.settings.accumulate,
+            factory=f"stage:{state.name}",
+            precision="amp" if state.precision.autocast is not None else "fp32",
+            accumulate=state.settings.accumulate,
         )
         context = multiprocessing.get_context("fork")
         self._connection, other = context.Pipe()
@@ -104,8 +104,8 @@ class ForkedTrace:
         (_, own), *others = results.items()
         if own.error is not None:
             raise HeadwayError(own.error)
-        node, constants = machine_here(_device_name(self._stage.pipe.device))
-        title = f"{self._stage.pipe.name}, stage {self._stage.name}, traced at its start"
+        node, constants = machine_here(_device_name(self._state.device))
+        title = f"{self._state.pipe.name}, stage {self._state.name}, traced at its start"
         plan = trace_estimate(title, own, self._settings, node, constants, others)
         return SavedPlan(title=title, content=json.loads(json.dumps(plan.to_dict())))
 
@@ -125,7 +125,7 @@ class ForkedTrace:
         rules = cuda_emulation.install()
         found = []
         for name, settings, shapes in _variants(self._settings, batch):
-            make = partial(_setup, self._stage, shapes)
+            make = partial(_setup, self._state, shapes)
             found.append((name, trace_step(StepTracer(settings, make, run_backward))))
         connection.send_bytes(json.dumps(found).encode())
         del rules
@@ -176,9 +176,9 @@ def _cut(leaf: Any, rows: int, parts: int) -> Any:
     return leaf._replace(shape=(rows // parts, *leaf.shape[1:]))
 
 
-def _setup(stage: TrainValStage, shapes: Any) -> TrainingSetup:
+def _setup(state: TrainValState, shapes: Any) -> TrainingSetup:
     """Replaces all that the step computes with by tensors without data, on the CPU."""
-    pipe = stage.pipe
+    stage, pipe = state.stage, state.pipe
     own = {key: value for key, value in vars(stage).items() if isinstance(value, nn.Module)}
     models = nn.ModuleDict({name: model.bare for name, model in pipe.registered_models.items()})
     empty: _Replaced = {}
@@ -195,7 +195,7 @@ def _setup(stage: TrainValStage, shapes: Any) -> TrainingSetup:
     pipe.device = torch.device("cpu")
 
     def forward() -> Any:
-        with stage._loop.not_counted():
+        with state.not_counted():
             loss = stage.train_step(batch)
         return loss[0] if isinstance(loss, tuple) else loss
 

@@ -49,17 +49,18 @@ def evaluate(
     run: Run | str | Path | None,
 ) -> dict[str, Value]:
     """Runs the validation steps of a stage and returns the metrics, the same on all ranks."""
-    if not isinstance(stage._loop, TrainValState):
+    state = stage._loop
+    if not isinstance(state, TrainValState):
         raise UsageError(
             f"stage {stage.name!r} has a loop of its own, which cannot be evaluated: use a TrainValStage, or "
             "pipe.predict()"
         )
     with session(pipe, stage, weights=weights, run=run) as opened:
-        named = _loaders(pipe, stage._loop, dataset, kind)
+        named = _loaders(pipe, state, dataset, kind)
         name = check_result_name(name or (next(iter(named)) if len(named) == 1 else kind))
         began = time.monotonic()
         what = kind if name == kind else f"{kind} {name}"
-        values = _compute(stage._loop, named, what)
+        values = _compute(state, named, what)
         row = {"kind": kind, "stage": stage.name, "datasets": list(named), "metrics": values}
         opened.write(pipe.world, name, {**row, "seconds": round(time.monotonic() - began, 3)})
         shown = ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, float))
@@ -101,10 +102,10 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
     bad = quarantining(named)
     loaders = {state.prefix_of(name): each for name, each in named.items()}
     taken = dict.fromkeys(loaders, 0)
-    with state.computing(), reading_from_start(state.pipe, named.values()):
+    with state.computing(), reading_from_start(state.run, named.values()):
         with state.evaluating():
             for batch in val_batches(state, loaders):
-                state.pipe._timer.mark("validation")
+                state.run.timer.mark("validation")
                 taken[state.val_prefix or ""] += 1
                 dist.set_phase("evaluation", state.pipe.steps_done)
                 with state.precision.autocast or nullcontext():

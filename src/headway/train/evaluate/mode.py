@@ -66,7 +66,7 @@ def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
     logs then does not count.
     """
     limit = limit_batches(state.settings, "limit_val_batches", loader)
-    batches, mark = state.device_batches(loader, limit), state.pipe._timer.mark
+    batches, mark = state.device_batches(loader, limit), state.run.timer.mark
     mark("data")
     if not shares_batches(state.pipe):
         for batch in batches:

@@ -20,51 +20,49 @@ from headway.train.resume.positions import position
 from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
-    from headway.train.pipeline import Pipeline
-    from headway.train.stage import Stage
+    from headway.train.loop_state import LoopState
+    from headway.train.run_state import RunState
 
 
 @contextmanager
-def pausing(pipe: Pipeline, stage: Stage) -> Iterator[None]:
+def pausing(run: RunState, state: LoopState) -> Iterator[None]:
     """Surrounds an evaluation by a stage: in a run that goes on after it, or alone, with loaders that end with it."""
-    state = stage._loop
     with ExitStack() as stack:
-        stack.enter_context(rng.temporary_state(None, pipe.device))
+        stack.enter_context(rng.temporary_state(None, run.pipe.device))
         stack.callback(state.close_batches, but=state.open_batches())
-        if not pipe._is_running:
-            stack.enter_context(closing_loaders(pipe))
+        if not run.is_running:
+            stack.enter_context(closing_loaders(run))
             yield
             dist.set_phase("done")
             return
         stack.enter_context(keeping_counts(state.added_metrics()))
-        stack.enter_context(pipe._timer.interrupted_by("validation"))
+        stack.enter_context(run.timer.interrupted_by("validation"))
         phase, step = HEARTBEAT.phase, HEARTBEAT.step
         yield
         dist.set_phase(phase, step)  # a failure is recorded with the phase in which it was
 
 
 @contextmanager
-def reading_from_start(pipe: Pipeline, loaders: Iterable[Iterable[Any]]) -> Iterator[None]:
+def reading_from_start(run: RunState, loaders: Iterable[Iterable[Any]]) -> Iterator[None]:
     """Sets loaders to their first epoch, and on exit to where they were: a validation may read them next."""
     with ExitStack() as stack:
         for loader in {id(each): each for each in loaders}.values():
-            _check_unread(pipe, loader)
+            _check_unread(run.current_state, loader)
             if isinstance(loader, StatefulObject):
                 stack.callback(loader.load_state_dict, position(loader, active=False))
             stack.callback(generators.restore, loader, generators.capture(loader))
-            if any(loader is each for each in pipe.datasets.values()):
+            if any(loader is each for each in run.pipe.datasets.values()):
                 # called first on exit: what the loader knows of its position is not lost
-                stack.callback(set_epoch, loader, pipe.epoch)
+                stack.callback(set_epoch, loader, run.pipe.epoch)
             set_epoch(loader, 0)
         yield
 
 
-def _check_unread(pipe: Pipeline, loader: Iterable[Any]) -> None:
+def _check_unread(stage: LoopState | None, loader: Iterable[Any]) -> None:
     """Raises `UsageError` for a loader with one position that training is in the middle of."""
-    stage = pipe.current_stage
-    if stage is None or not isinstance(loader, StatefulObject) or not stage._loop.status.in_epoch:
+    if stage is None or not isinstance(loader, StatefulObject) or not stage.status.in_epoch:
         return
-    if any(each.loader is loader and not each.done for each in stage._loop.passes):
+    if any(each.loader is loader and not each.done for each in stage.passes):
         raise UsageError(
             f"stage {stage.name!r} is in the middle of this {type(loader).__name__}, which has one position: evaluate "
             "on a second loader of the same dataset"

@@ -64,6 +64,7 @@ def predict(
 ) -> Path:
     """Predicts all samples of a dataset into a file, or continues to; returns its path on all ranks."""
     kind, name = kind_of(out), check_result_name(name)
+    state = stage._loop
     with session(pipe, stage, weights=weights, run=run) as opened:
         loader = find_dataset(pipe, dataset)
         total = count_samples(loader, pipe.world.world_size)
@@ -79,14 +80,13 @@ def predict(
         file = kind(out, request, total) if pipe.world.is_root else None
         try:
             position = from_root(lambda: file.begin() if file else {})
-            state = stage._loop
             with (
                 state.computing(),
-                reading_from_start(pipe, [loader]),
+                reading_from_start(pipe._state, [loader]),
                 evaluating(state),
                 state.not_counted(),
             ):
-                _write_rows(stage, loader, file, position)
+                _write_rows(state, loader, file, position)
             from_root(lambda: file.finish() if file else None)
         finally:
             if file:
@@ -126,9 +126,9 @@ def _is_done(out: Path, opened: EvalSession, name: str, request: Mapping[str, An
 
 
 def _write_rows(
-    stage: Stage, loader: Iterable[Any], file: PredictionFile | None, position: Mapping[str, Any]
+    state: LoopState, loader: Iterable[Any], file: PredictionFile | None, position: Mapping[str, Any]
 ) -> None:
-    state, rows, columns = stage._loop, int(position["rows"]), position["columns"]
+    stage, rows, columns = state.stage, int(position["rows"]), position["columns"]
     autocast = state.precision.autocast if isinstance(state, TrainValState) else None
     progress = EvalProgress(f"predict {stage.name}", count_batches(loader, None), position["batches"])
     as_lines = file is not None and file.path.suffix == ".jsonl"

@@ -30,6 +30,7 @@ from headway.train.model.parallel import RegisteredModel
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
     from headway.train.stage import Stage
 
 EvalWeights: TypeAlias = WeightsLike | int
@@ -84,17 +85,18 @@ def session(
         )
     if "pipe" not in vars(stage):
         vars(stage)["pipe"] = pipe
-    chosen = _choose_run(pipe, run, weights)
-    before, pipe._run = pipe._run, chosen
+    state = pipe._state
+    chosen = _choose_run(state, run, weights)
+    before, state.directory = state.directory, chosen
     try:
-        with pausing(pipe, stage):
+        with pausing(state, stage._loop):
             for hook, subject in (("pre_run", pipe), ("pre_stage", stage)):
-                if (hook, id(subject)) not in pipe._hooks_called:  # they may make what is evaluated
-                    pipe._hooks_called[hook, id(subject)] = subject
+                if (hook, id(subject)) not in state.hooks_called:  # they may make what is evaluated
+                    state.hooks_called[hook, id(subject)] = subject
                     getattr(subject, hook)()
-            yield _load(pipe, chosen, weights)
+            yield _load(state, chosen, weights)
     finally:
-        pipe._run = before
+        state.directory = before
 
 
 def find_dataset(pipe: Pipeline, dataset: str | Iterable[Any]) -> Iterable[Any]:
@@ -120,14 +122,15 @@ def _is_of_run(weights: EvalWeights) -> bool:
     return isinstance(weights, int) or weights in ("last", "best", "raw")
 
 
-def _choose_run(pipe: Pipeline, given: Run | str | Path | None, weights: EvalWeights) -> Run:
-    if given is not None or pipe._run is not None:
-        found = given if given is not None else pipe._run
-        path = from_root(lambda: str(found.path if isinstance(found, Run) else _find_run(pipe, found).path))  # type: ignore[arg-type]
+def _choose_run(state: RunState, given: Run | str | Path | None, weights: EvalWeights) -> Run:
+    pipe, root = state.pipe, state.root
+    if given is not None or state.directory is not None:
+        found = given if given is not None else state.directory
+        path = from_root(lambda: str(found.path if isinstance(found, Run) else _find_run(root, found).path))  # type: ignore[arg-type]
         return _opened(Path(path))
 
     def find() -> str | None:
-        for run in own_runs(runs_under(pipe._root, name=pipe.name)):
+        for run in own_runs(runs_under(root, name=pipe.name)):
             if not _is_of_run(weights) or newest_step(run.path) is not None:
                 return str(run.path)
         return None
@@ -137,15 +140,15 @@ def _choose_run(pipe: Pipeline, given: Run | str | Path | None, weights: EvalWei
         return _opened(Path(path_or_none))
     if _is_of_run(weights):
         raise UsageError(
-            f"{pipe._root} has no run {pipe.name!r} with checkpoints: train one with pipe.enable_checkpointing(), or "
+            f"{root} has no run {pipe.name!r} with checkpoints: train one with pipe.enable_checkpointing(), or "
             'pass run=, weights=PATH, or weights="current" for the weights that the models have'
         )
-    return open_run(pipe._root, name=pipe.name, config=pipe.config)
+    return open_run(root, name=pipe.name, config=pipe.config)
 
 
-def _find_run(pipe: Pipeline, place: str | Path) -> Run:
+def _find_run(root: str | Path, place: str | Path) -> Run:
     """Returns the run at a path, or the one whose id ends with the text."""
-    found = find_runs(place, pipe._root) if isinstance(place, str) else []
+    found = find_runs(place, root) if isinstance(place, str) else []
     return found[0] if len(found) == 1 else Run.open(place)
 
 
@@ -153,15 +156,16 @@ def _opened(path: Path) -> Run:
     return files.retry_until_visible(lambda: Run.open(path))
 
 
-def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> EvalSession:
+def _load(state: RunState, run: Run, weights: EvalWeights) -> EvalSession:
     """Loads the weights into all registered models."""
+    pipe = state.pipe
     if weights == "current":
         identity: dict[str, Any] = {"source": "current", "unlike_others": secrets.token_hex(8)}
         averaged = [model.name for model in pipe.registered_models.values() if model.ema is not None]
         return EvalSession(
             run=run, source="current", identity=identity, step=pipe.steps_done, averaged=averaged
         )
-    chosen = _choose_weights(run, weights, pipe._root)
+    chosen = _choose_weights(run, weights, state.root)
     chosen = replace(chosen, source=chosen.locate(), at="last")
     path = Path(chosen.source)  # type: ignore[arg-type]
     try:
@@ -172,7 +176,7 @@ def _load(pipe: Pipeline, run: Run, weights: EvalWeights) -> EvalSession:
     except (NoValidCheckpoint, UsageError):
         if from_root(path.exists):
             raise
-        return _load(pipe, run, weights)  # another process trains the run and has removed it: choose again
+        return _load(state, run, weights)  # another process trains the run and has removed it: choose again
     identity = {"source": str(path), "files": stamps, "model": chosen.model, "averaged": averaged}
     name = path.name.removeprefix("step-")
     step = int(name) if name != path.name and name.isdigit() else None

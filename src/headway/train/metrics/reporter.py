@@ -22,7 +22,7 @@ from headway.train.metrics.meter import LogPoint
 from headway.train.model.parallel import RegisteredModel
 
 if TYPE_CHECKING:
-    from headway.train.stage import Stage
+    from headway.train.loop_state import LoopState
 
 
 @runtime_checkable
@@ -72,10 +72,10 @@ class Reporter:
             dist.print_root(f"dataset {name}: {count} batch{'es' * (batches != 1)}{fake}")
 
     @contextmanager
-    def displaying(self, stage: Stage) -> Iterator[None]:
+    def displaying(self, state: LoopState) -> Iterator[None]:
         """Shows the progress of a stage within the context."""
         self._since = self._stage_start = time.monotonic()
-        self._first_step, self._shown, self._rate, self._wait = stage.steps_done, {}, None, None
+        self._first_step, self._shown, self._rate, self._wait = state.steps_done, {}, None, None
         self._counting = None
         with ExitStack() as stack:
             if self._world.is_root:
@@ -85,15 +85,15 @@ class Reporter:
             yield
 
     def log_point(
-        self, stage: Stage, kind: str, point: LogPoint, seconds: Mapping[str, float], step: int
+        self, state: LoopState, kind: str, point: LogPoint, seconds: Mapping[str, float], step: int
     ) -> None:
         """Writes the row of a log point or a validation, and updates the display."""
         now = time.monotonic()
         row: dict[str, Any] = {
             "kind": kind,
             "time": time.time(),
-            "stage": stage.name,
-            "epoch": stage.epoch,
+            "stage": state.name,
+            "epoch": state.epoch,
             "step": step,
             "metrics": dict(point.values) if self._world.is_root else {},
             "rank_metrics": dict(point.local),
@@ -102,19 +102,19 @@ class Reporter:
         }
         if kind == "train":
             elapsed = now - self._since
-            self._rate = stage._loop.samples / elapsed * point.data_ranks if elapsed > 0 else None
+            self._rate = state.samples / elapsed * point.data_ranks if elapsed > 0 else None
             whole = sum(seconds.values())
             self._wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
-            row["busy_seconds"] = round(stage.pipe._busy_s, 6)  # its own: what readers compare between ranks
-            if self._world.is_root and (checkpointer := stage.pipe._checkpointer) is not None:
+            row["busy_seconds"] = round(state.run.busy_s, 6)  # its own: what readers compare between ranks
+            if self._world.is_root and (checkpointer := state.run.checkpointer) is not None:
                 row["checkpoint_age_seconds"] = checkpointer.checkpoint_age_s
         self._since = now
         if self._counting is None:  # once per stage, since isinstance with a protocol takes many microseconds
             self._counting = {
-                name: each for name, each in stage.datasets.items() if isinstance(each, CountingLoader)
+                name: each for name, each in state.pipe.datasets.items() if isinstance(each, CountingLoader)
             }
-            self._begin_stage(stage, step)
+            self._begin_stage(state, step)
         if self._counting:
             row["data"] = {name: loader.counters() for name, loader in self._counting.items()}
             self._note_weights(row["data"], step)
@@ -123,10 +123,10 @@ class Reporter:
         self._rows.write(row)
         self._shown.update(point.values)
         at_start = (
-            kind == "validation" and not stage.steps_done
+            kind == "validation" and not state.steps_done
         )  # asked for, and often the only one for a while
         if self._display is not None and (at_start or self._display.due(now)):
-            self._display.update(self._snapshot(stage, step))
+            self._display.update(self._snapshot(state, step))
 
     def record_checkpoint(self, saved: SavedCheckpoint) -> None:
         """Writes the row and the event of a complete save: how long it stalled training, and how long it took."""
@@ -142,17 +142,17 @@ class Reporter:
             "checkpoint", f"saved step {saved.step:,}: {size} in {saved.total_s:.1f} s", **facts
         )
 
-    def _begin_stage(self, stage: Stage, step: int) -> None:
+    def _begin_stage(self, state: LoopState, step: int) -> None:
         """Writes the event from which readers know how far the stage will go, at its first log point."""
         if self._world.is_root:
             self._events.write(
                 "stage",
-                f"stage {stage.name} trains",
-                stage=stage.name,
+                f"stage {state.name} trains",
+                stage=state.name,
                 step=step,
-                first_step=step - stage.steps_done,
-                total_steps=stage._loop.total_steps(),
-                max_epochs=stage.max_epochs,
+                first_step=step - state.steps_done,
+                total_steps=state.total_steps(),
+                max_epochs=state.max_epochs,
             )
 
     def _note_weights(self, counters: Mapping[str, Mapping[str, float]], step: int) -> None:
@@ -172,7 +172,7 @@ class Reporter:
             self._peak, self._peak_at = torch.cuda.max_memory_allocated(self._world.device), now
         return self._peak
 
-    def end_epoch(self, stage: Stage, values: Mapping[str, Any], step: int) -> None:
+    def end_epoch(self, state: LoopState, values: Mapping[str, Any], step: int) -> None:
         """Writes the row of an epoch; `show_epoch` shows it."""
         self._shown.update(values)
         if self._world.is_root:
@@ -180,13 +180,13 @@ class Reporter:
                 {
                     "kind": "epoch",
                     "time": time.time(),
-                    "stage": stage.name,
-                    "epoch": stage.epoch,
+                    "stage": state.name,
+                    "epoch": state.epoch,
                     "step": step,
                     "metrics": dict(values),
                 }
             )
-        self._ended = self._snapshot(stage, step)
+        self._ended = self._snapshot(state, step)
 
     def show_epoch(self) -> None:
         """Shows the epoch that has ended, once `post_epoch` has logged what it has to add."""
@@ -211,19 +211,19 @@ class Reporter:
                 }
             )
 
-    def _snapshot(self, stage: Stage, step: int) -> ProgressSnapshot:
-        total, done = stage._loop.total_steps(), stage.steps_done - self._first_step
+    def _snapshot(self, state: LoopState, step: int) -> ProgressSnapshot:
+        total, done = state.total_steps(), state.steps_done - self._first_step
         pace = (time.monotonic() - self._stage_start) / done if done > 0 else None
-        checkpointer = stage.pipe._checkpointer
+        checkpointer = state.run.checkpointer
         return ProgressSnapshot(
-            stage=stage.name,
-            epoch=stage.epoch + 1,
-            max_epochs=stage.max_epochs,
+            stage=state.name,
+            epoch=state.epoch + 1,
+            max_epochs=state.max_epochs,
             step=step,
             values=self._shown,
-            columns=stage._loop.columns,
+            columns=state.columns,
             samples_per_second=self._rate,
             data_wait=self._wait,
-            seconds_left=None if pace is None or total is None else max(0, total - stage.steps_done) * pace,
+            seconds_left=None if pace is None or total is None else max(0, total - state.steps_done) * pace,
             checkpoint_age_s=checkpointer.checkpoint_age_s if checkpointer else None,
         )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import ABC
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from headway.record.media.content import ImageFormat
 from headway.record.media.writer import MediaSettings
 from headway.record.sinks import Mlflow, Sink, TensorBoard, Wandb, check_sink
 from headway.record.sinks.options import MlflowOptions, TensorBoardOptions, WandbOptions, check_options
 
+if TYPE_CHECKING:
+    from headway.train.run_state import RunState
+
 
 class TrackerMethods(ABC):
     """What a pipeline passes on: its sinks, and its media, which are in the run directory in any case."""
 
-    _sinks: list[Sink]
-    _media_settings: MediaSettings
+    _state: RunState
 
     def enable_wandb(self, **options: Unpack[WandbOptions]) -> None:
         """Sends metrics and media to Weights & Biases, in a process that never delays training.
@@ -56,8 +58,8 @@ class TrackerMethods(ABC):
 
         >>> pipe.add_sink(SqliteSink(file="metrics.db"))
         """
-        check_sink(sink, self._sinks)
-        self._sinks.append(sink)
+        check_sink(sink, self._state.sinks)
+        self._state.sinks.append(sink)
 
     def set_media(
         self,
@@ -73,4 +75,4 @@ class TrackerMethods(ABC):
 
         >>> pipe.set_media(max_gb=5, format="jpeg")
         """
-        self._media_settings = MediaSettings(max_gb=max_gb, format=format, ranks=ranks)
+        self._state.media_settings = MediaSettings(max_gb=max_gb, format=format, ranks=ranks)

@@ -19,7 +19,7 @@ from headway.train.model.precision import HostReadback
 from headway.train.model.zero_grad import fast_zero_grad
 
 if TYPE_CHECKING:
-    from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
     from headway.train.train_val_state import TrainValState
 
 _SMALLEST_WEIGHT = 1e-30  # of a step: one without any token has a gradient of 0
@@ -84,7 +84,7 @@ class OptimizerStep:
             if number == 0:
                 self._shares = self._sample_shares(window)
             return loss * self._shares[number]
-        self._state.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
+        self._state.run.timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
         if self._state.settings.accumulate == 1:
             return loss.float() * (weight * self._ranks_per_weight(weight)).float()
         if self._unit is None:
@@ -123,7 +123,7 @@ class OptimizerStep:
 
     def _sample_shares(self, window: Sequence[Any]) -> Sequence[Tensor | float]:
         """Returns the weight of each batch's mean loss in the mean over all samples of the window, on all ranks."""
-        self._state.pipe._timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
+        self._state.run.timer.mark_step("backward")  # waiting for other ranks counts as backward, as in DDP
         counts = [self._state.checked_count(batch) for batch in window]
         mine, size = sum(counts), self._state.pipe.world.world_size
         total = torch.tensor(mine, dtype=exact_dtype(self._state.device), device=self._state.device)
@@ -198,8 +198,7 @@ class OptimizerStep:
         Whether there was one, the device knows. A fused optimizer does not make the host wait for it; then the host
         does so only before the next update, when the device has the work of a whole step to do.
         """
-        pipe, precision = self._state.pipe, self._state.precision
-        followers = followers_of(pipe, optimizers)
+        precision, followers = self._state.precision, followers_of(self._state.run, optimizers)
         if precision.scaler is None:
             for follow in followers:
                 follow()
@@ -220,7 +219,7 @@ class OptimizerStep:
             return
         (optimizers, overflows), self._undecided = self._undecided, None
         stepped = [each for each, over in zip(optimizers, overflows.read(), strict=True) if not over]
-        for follow in followers_of(self._state.pipe, stepped):
+        for follow in followers_of(self._state.run, stepped):
             follow()
 
     def _log_norm(self, norm: Tensor) -> None:
@@ -242,7 +241,7 @@ class OptimizerStep:
             return None
         optimizers = self._state.stage.optimizers()
         steps, clears = [each.step for each in optimizers], [fast_zero_grad(each) for each in optimizers]
-        return [*steps, *followers_of(self._state.pipe, optimizers), *clears]
+        return [*steps, *followers_of(self._state.run, optimizers), *clears]
 
     def _is_finite(self, norm: Tensor) -> bool:
         """Whether the norm is finite on all ranks (for `on_nan="skip"`); raises after too many skips in a row."""
@@ -264,17 +263,17 @@ class OptimizerStep:
         return False
 
 
-def followers_of(pipe: Pipeline, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
+def followers_of(run: RunState, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
     """Returns what to call after the optimizers step: their schedulers and the averages of their models."""
     schedulers = [
         schedule.step
         for optimizer in optimizers
-        for schedule in pipe._schedules.values()
+        for schedule in run.schedules.values()
         if schedule.every == "step" and schedule.optimizer is optimizer
     ]
     averages = [
         model.ema.update
-        for model in pipe.registered_models.values()
+        for model in run.pipe.registered_models.values()
         if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers)
     ]
     return [*schedulers, *averages]

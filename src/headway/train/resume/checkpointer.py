@@ -36,20 +36,19 @@ from headway.system import files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
 from headway.system.text import format_duration
-from headway.train.loop_state import SAVE
+from headway.train.loop_state import SAVE, LoopState
 from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, end_of_run, rng, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import find_changes, is_global, position
-from headway.train.resume.replay import LoaderStates
+from headway.train.resume.replay import LoaderStates, pass_states, restore_pass_states
 from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt, StepMetrics
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import UnsavedState
 
 if TYPE_CHECKING:
-    from headway.train.pipeline import Pipeline
-    from headway.train.stage import Stage
-    from headway.train.train_val import TrainValStage
+    from headway.train.run_state import RunState
+    from headway.train.train_val_state import TrainValState
 
 MAX_FAILURES = 3
 """scheduled saves in a row that may fail, each with its retry; a disk that is full for a while does not stop a run"""
@@ -62,9 +61,9 @@ class Checkpointer:
     """Saves and restores the state of a pipeline. `pipe.enable_checkpointing` creates it."""
 
     def __init__(
-        self, pipe: Pipeline, settings: CheckpointSettings, log_point: Callable[[Stage], None]
+        self, run: RunState, settings: CheckpointSettings, log_point: Callable[[LoopState], None]
     ) -> None:
-        self.pipe, self.settings = pipe, settings
+        self.run, self.pipe, self.settings = run, run.pipe, settings
         self._hold_log_point = log_point  # of the loop, which is above this package
         self.due = False
         """whether to save at the next opportunity"""
@@ -82,7 +81,7 @@ class Checkpointer:
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
-        self.loaders, self._unsaved = LoaderStates(pipe), UnsavedState(pipe)
+        self.loaders, self._unsaved = LoaderStates(run.pipe), UnsavedState(run)
 
     # --- around a run
 
@@ -135,7 +134,7 @@ class Checkpointer:
         if choice.parent is not None and loaded.path == choice.parent:
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)  # this run has not saved it
             self._metrics.best = None  # which is a checkpoint of the other run
-        self.pipe._run_hook("resume_run", self.pipe)
+        self.run.run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
         """Restores the end of a finished run: the script that was started again continues with trained models."""
@@ -185,25 +184,25 @@ class Checkpointer:
 
     # --- what the loop calls
 
-    def after_step(self, stage: Stage) -> None:
+    def after_step(self, stage: LoopState) -> None:
         """Stops or saves between two steps, if that is due."""
         self._lead_time.step()
         self._pass_point(stage)
         every = self.settings.interval.steps
         self.due |= every is not None and self.pipe.steps_done % every == 0
-        if (self.due or self._retry) and not stage._loop.pause_follows():
+        if (self.due or self._retry) and not stage.pause_follows():
             self._save(stage)
 
     @contextmanager
-    def validating(self, stage: Stage) -> Iterator[None]:
+    def validating(self, stage: LoopState) -> Iterator[None]:
         """Surrounds the batches of a validation, and stops after them if that is due.
 
         The checkpoint then has what the validation may have changed as it was before (random number generators,
         positions of loaders, media), since the resumed run repeats the validation.
         """
         self._before_validation = self._local_facts()
-        if self.pipe._media:
-            self.pipe._media.save_point(self.pipe.steps_done)
+        if self.run.media:
+            self.run.media.save_point(self.pipe.steps_done)
         self._lead_time.pause()
         try:
             yield
@@ -216,16 +215,16 @@ class Checkpointer:
         """Whether all ranks stop at the end of this validation."""
         return self._agreement.acts_next
 
-    def after_validation(self, stage: TrainValStage) -> None:
+    def after_validation(self, stage: TrainValState) -> None:
         """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
-        if not stage._loop.settings.validates_between_steps or not stage.steps_done:
+        if not stage.settings.validates_between_steps or not stage.steps_done:
             return
         self._validated = self.pipe.steps_done
         self.due |= self._metrics.improve(self.pipe.steps_done)
-        if (self.due or self._retry) and not stage._loop.pause_follows():
+        if (self.due or self._retry) and not stage.pause_follows():
             self._save(stage)
 
-    def after_epoch(self, stage: Stage) -> None:
+    def after_epoch(self, stage: LoopState) -> None:
         """Stops or saves between two epochs, if that is due."""
         every = self.settings.interval.epochs
         self.due |= every is not None and self.pipe.epoch % every == 0
@@ -235,7 +234,7 @@ class Checkpointer:
             self._save(stage)
         self._lead_time.pause()
 
-    def after_stage(self, stage: Stage, *, hooked: bool) -> None:
+    def after_stage(self, stage: LoopState, *, hooked: bool) -> None:
         """Saves what `post_stage` has changed, if any rank has one, and this step a checkpoint without it."""
         saved = self._last_save.step == self.pipe.steps_done
         problem, unequal = state.find_unsavable(self.pipe) if hooked else (None, False)
@@ -281,7 +280,7 @@ class Checkpointer:
             self._failures, self._newest = 0, (saved.step, time.monotonic())
             self._lead_time.save_s = max(self._lead_time.save_s, saved.total_s)
             if self.pipe.world.is_root:
-                self.pipe._reporter.record_checkpoint(saved)
+                self.run.reporter.record_checkpoint(saved)
                 self._prune()
 
     def _prune(self) -> None:
@@ -299,7 +298,7 @@ class Checkpointer:
         assert self._saver is not None, "the run is not open"
         return self._saver
 
-    def _pass_point(self, stage: Stage) -> None:
+    def _pass_point(self, stage: LoopState) -> None:
         """Stops if all ranks have agreed to stop here; saves soon if they have agreed that the last save failed."""
         failed = self._retry_agreement.pass_point()
         if failed is not None and self._last_save.step == int(failed):  # else another save has followed
@@ -313,7 +312,7 @@ class Checkpointer:
         if self._last_save.step == step and self._last_save.scheduled:
             current().request_save(str(step))
 
-    def _stop(self, stage: Stage, why: str) -> None:
+    def _stop(self, stage: LoopState, why: str) -> None:
         stopped = f"stopped by {why} after step {self.pipe.steps_done:,}"
         try:
             self._save_and_wait(stage)
@@ -323,7 +322,7 @@ class Checkpointer:
             raise StorageError(f"{stopped}, without a checkpoint of that step: {error}") from error
         raise Stopped(f"{stopped}, with a checkpoint: {end_of_run.resume_advice(self.pipe.directory)}")
 
-    def _save_and_wait(self, stage: Stage | None) -> None:
+    def _save_and_wait(self, stage: LoopState | None) -> None:
         """Saves and waits until the checkpoint is complete; raises if that fails three times."""
         self._begin_save(stage)
         self._wait_for_pending()
@@ -338,7 +337,7 @@ class Checkpointer:
                 time.sleep(pause_s or 0.0)
         self.collect_finished()
 
-    def _save(self, stage: Stage) -> None:
+    def _save(self, stage: LoopState) -> None:
         """Saves the current state. A failure is repeated at the next step; `MAX_FAILURES` of them are raised."""
         scheduled = self.due
         self._begin_save(stage)
@@ -350,14 +349,14 @@ class Checkpointer:
                 self._note_failure(error)
                 self._retry = scheduled
         set_phase(stage.name, self.pipe.steps_done)
-        self.pipe._timer.mark("other")
+        self.run.timer.mark("other")
         self._lead_time.pause()
 
-    def _begin_save(self, stage: Stage | None) -> None:
-        if stage is not None and stage._loop.logged_at != stage.steps_done:
+    def _begin_save(self, stage: LoopState | None) -> None:
+        if stage is not None and stage.logged_at != stage.steps_done:
             self._hold_log_point(stage)  # raises if a loss is non-finite, before it is saved
         self.due, self._retry, self._since = False, False, time.monotonic()
-        self.pipe._timer.mark("checkpoint")
+        self.run.timer.mark("checkpoint")
         set_phase("checkpoint", self.pipe.steps_done)
 
     def _is_saved(self) -> bool:
@@ -366,8 +365,7 @@ class Checkpointer:
 
     def _place(self) -> Place:
         """Returns how far the run has come."""
-        pipe = self.pipe
-        ended = sum(stage._loop.ended for stage in pipe.stages)
+        pipe, ended = self.pipe, sum(stage.ended for stage in self.run.stage_states)
         return Place(step=pipe.steps_done, epoch=pipe.epoch, stages_ended=ended, validated_at=self._validated)
 
     def _wait_for_pending(self) -> None:
@@ -420,14 +418,14 @@ class Checkpointer:
         shared = self._metrics.state_dict() | {"seed": torch.initial_seed(), "datasets": facts["shared"]}
         shared |= {"fingerprints": self._fingerprints, "adapters": state.adapters(pipe)}
         shared["adapter_names"] = state.adapter_names(pipe)
-        if pipe._media and self._before_validation is None:  # a resumed run repeats the whole validation
-            pipe._media.save_point(pipe.steps_done)
+        if self.run.media and self._before_validation is None:  # a resumed run repeats the whole validation
+            self.run.media.save_point(pipe.steps_done)
         self.saver.save(
-            state.contribution(pipe, state.gather(pipe) | {"run": shared}, from_root=self._from_root),
+            state.contribution(pipe, state.gather(self.run) | {"run": shared}, from_root=self._from_root),
             step=pipe.steps_done,
             local=facts["local"],
             metrics=self._metrics.scalars(pipe.steps_done),
-            before_write=pipe._media.flush_before(pipe.steps_done) if pipe._media else None,
+            before_write=self.run.media.flush_before(pipe.steps_done) if self.run.media else None,
             replaces=replaces,
         )
         self.collect_finished()
@@ -443,8 +441,9 @@ class Checkpointer:
 
     def _local_facts(self) -> dict[str, Any]:
         """Returns random state and loader positions; "shared" are the positions that count all ranks together."""
-        pipe, stage = self.pipe, self.pipe.current_stage
-        active = [each.loader for each in stage._loop.passes if not each.done] if stage else []
+        pipe, stage = self.pipe, self.run.current_state
+        passes = stage.passes if stage else []
+        active = [each.loader for each in passes if not each.done]
         positions = {
             name: position(loader, active=any(loader is each for each in active))
             for name, loader in pipe.datasets.items()
@@ -454,7 +453,7 @@ class Checkpointer:
         local = {
             "random": rng.random_state(pipe.device),
             "datasets": {name: state for name, state in positions.items() if name not in shared},
-            "passes": stage._loop.pass_states() if stage else [],
+            "passes": pass_states(passes),
             "loaders": self.loaders.state_dict(),
         }
         return {"shared": shared, "local": local}
@@ -463,7 +462,7 @@ class Checkpointer:
 
     def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
         pipe, shared, local = self.pipe, loaded.state["run"], loaded.local
-        state.restore(pipe, loaded.state)
+        state.restore(self.run, loaded.state)
         self._last_save = SaveAttempt(place=self._place(), scheduled=False)
         self._metrics.load_state_dict(shared)
         self._metrics.add(loaded.step, loaded.metrics)  # a checkpoint that replaces it has them, too
@@ -476,9 +475,9 @@ class Checkpointer:
                 loader.load_state_dict(positions[name])
         if before == now:
             self._rng = partial(self._restore_random, local)
-            for stage in pipe.stages:
-                if stage._loop.status.in_epoch:
-                    stage._loop.restore_pass_states(local["passes"])
+            for stage in self.run.stage_states:
+                if stage.status.in_epoch:
+                    restore_pass_states(stage.passes, local["passes"])
         else:
             seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
             self._rng = partial(dist.seed, seed, scope="rank")

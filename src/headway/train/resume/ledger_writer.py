@@ -30,7 +30,7 @@ from headway.system.failpoints import failpoint
 from headway.system.jsonlines import JsonLinesWriter
 
 if TYPE_CHECKING:
-    from headway.train.stage import Stage
+    from headway.train.loop_state import LoopState
 
 Loss = tuple[int, Tensor, float]
 """the step of a loss, the loss, and its weight"""
@@ -199,9 +199,9 @@ class Ledger:
         self._losses.clear()
 
 
-def stage_losses(stage: Stage) -> Iterator[Loss]:
+def stage_losses(state: LoopState) -> Iterator[Loss]:
     """Yields the losses of a stage since the last log point."""
-    for step, loss, count, weight in stage._loop.recent_losses:
+    for step, loss, count, weight in state.recent_losses:
         yield step, loss, float(count if weight is None else weight)
 
 

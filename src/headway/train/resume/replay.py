@@ -9,7 +9,7 @@ compared with those that were trained on.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -119,6 +119,25 @@ def read_stand_in(loader: Iterable[Any], device: torch.device, rank: int) -> Any
             f'rank {rank} has no batch, and uneven="longest" needs one on each rank: register a larger dataset'
         )
     return batch
+
+
+def pass_states(passes: Sequence[Pass]) -> list[Mapping[str, Any] | None]:
+    """Returns what the batches of each pass depend on, on this rank, and checksums of some of them."""
+    states: list[Mapping[str, Any] | None] = []
+    for each in passes:
+        state = each.rng_state
+        if state is not None and each.loader is not None:  # None: saved before, and not resumed yet
+            now = {"generators_now": generators.capture(each.loader), "checksums": dict(each.checksums)}
+            state = {**state, **now}
+        states.append(state)
+    return states
+
+
+def restore_pass_states(passes: Sequence[Pass], states: Sequence[Mapping[str, Any] | None]) -> None:
+    """Restores what `pass_states` returned on this rank."""
+    for each, state in zip(passes, states, strict=True):
+        each.rng_state = state
+        each.checksums = dict(state.get("checksums", {})) if state else {}
 
 
 def note_batch(progress: Pass, batch: Any) -> None:

@@ -28,6 +28,7 @@ from headway.train.model.initial_weights import adapter_config, adapter_name, is
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
 
 
 _DECOUPLED = (
@@ -51,11 +52,11 @@ class StatefulObject(Protocol):
     def load_state_dict(self, state: Any, /) -> object: ...
 
 
-def gather(pipe: Pipeline) -> dict[str, Any]:
+def gather(run: RunState) -> dict[str, Any]:
     """Returns the whole state as it is on this rank."""
-    names = parameter_names(pipe)
-    for stage in pipe.stages:
-        stage._loop.settle()
+    pipe, names = run.pipe, parameter_names(run.pipe)
+    for stage in run.stage_states:
+        stage.settle()
     return {
         "models": {name: model.state_dict() for name, model in pipe.registered_models.items()},
         "averages": {
@@ -65,22 +66,23 @@ def gather(pipe: Pipeline) -> dict[str, Any]:
         },
         "optimizers": {name: _by_name(name, optimizer, names) for name, optimizer in pipe.optimizers.items()},
         "schedulers": {name: scheduler.state_dict() for name, scheduler in pipe.schedulers.items()},
-        "stages": {stage.name: stage._loop.state_dict() for stage in pipe.stages},
+        "stages": {stage.name: stage.state_dict() for stage in run.stage_states},
         "history": pipe.history.state_dict(),
-        "registered": {name: each.state_dict() for name, each in pipe._registered_state.items()},
+        "registered": {name: each.state_dict() for name, each in run.registered_state.items()},
         "progress": {"step": pipe.steps_done, "epoch": pipe.epoch},
     }
 
 
-def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
+def restore(run: RunState, state: Mapping[str, Any]) -> None:
     """Restores what `gather` returned, into a pipeline with the same names registered."""
+    pipe = run.pipe
     for kind, known in {
         "models": pipe.registered_models,
         "averages": [name for name, model in pipe.registered_models.items() if model.ema is not None],
         "optimizers": pipe.optimizers,
         "schedulers": pipe.schedulers,
         "stages": [stage.name for stage in pipe.stages],
-        "registered": pipe._registered_state,
+        "registered": run.registered_state,
     }.items():
         _check_names(kind, known, state[kind])
     names = parameter_names(pipe)
@@ -96,9 +98,9 @@ def restore(pipe: Pipeline, state: Mapping[str, Any]) -> None:
     for name, scheduler in pipe.schedulers.items():
         with _loading("scheduler", name):
             scheduler.load_state_dict(state["schedulers"][name])
-    for stage in pipe.stages:
-        stage._loop.load_state_dict(state["stages"][stage.name])
-    for name, each in pipe._registered_state.items():
+    for stage in run.stage_states:
+        stage.load_state_dict(state["stages"][stage.name])
+    for name, each in run.registered_state.items():
         with _loading("state", name):
             each.load_state_dict(state["registered"][name])
     pipe.history.load_state_dict(state["history"])

@@ -18,7 +18,7 @@ from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.resume import generators
 
 if TYPE_CHECKING:
-    from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
     from headway.train.stage import Stage
 
 _MOST_ELEMENTS = 1 << 20
@@ -31,8 +31,8 @@ _MOST_PARTS = 100
 class UnsavedState:
     """Warns once, by name. Most buffers that are not persistent are constants, so only one that changes is named."""
 
-    def __init__(self, pipe: Pipeline) -> None:
-        self._pipe = pipe
+    def __init__(self, run: RunState) -> None:
+        self._run, self._pipe = run, run.pipe
         self._before: dict[str, Tensor] = {}
         self._updates: dict[str, tuple[int, object]] = {}  # by optimizer: in which step, with which gradients
         self._gradients_named = False
@@ -44,7 +44,7 @@ class UnsavedState:
             for name, buffer in self._buffers().items()
             if buffer.numel() <= _MOST_ELEMENTS
         }
-        if any(stage._loop.loop_is_users for stage in self._pipe.stages):
+        if any(stage.loop_is_users for stage in self._run.stage_states):
             for name, optimizer in self._pipe.optimizers.items():
                 optimizer.register_step_post_hook(partial(self._note_update, name))
         for name, loader in self._pipe.datasets.items():
@@ -77,8 +77,8 @@ class UnsavedState:
 
     def _check_gradients(self) -> None:
         """Warns of an optimizer that the last iteration has not stepped, though its gradients have changed since."""
-        stage, done = self._pipe.current_stage, self._pipe.steps_done
-        if self._gradients_named or stage is None or not stage._loop.loop_is_users:
+        stage, done = self._run.current_state, self._pipe.steps_done
+        if self._gradients_named or stage is None or not stage.loop_is_users:
             return
         for name, (at, used) in self._updates.items():
             gradient = _gradient(self._pipe.optimizers[name])

@@ -1,0 +1,231 @@
+"""`RunState`: what the loop knows about a run, kept in the `_state` of its pipeline, so that other names are free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from headway import dist, record
+from headway.errors import UsageError
+from headway.record.media.writer import MediaSettings, MediaWriter
+from headway.record.sinks import Sink, feeding
+from headway.run import Run
+from headway.system import environment
+from headway.system.log import logger
+from headway.train.batches import set_epoch
+from headway.train.callback import Callback
+from headway.train.checks import check_monitored, warn_of_unread_sweep
+from headway.train.diagnose.evidence import explain_out_of_memory
+from headway.train.diagnose.plan_check import with_plan
+from headway.train.diagnose.profiler import profiling
+from headway.train.loop_state import LoopState, StageStatus
+from headway.train.metrics.history import MetricRow
+from headway.train.metrics.meter import LogPoint
+from headway.train.metrics.reporter import Reporter
+from headway.train.metrics.stragglers import Stragglers, busy
+from headway.train.metrics.timing import PhaseTimer
+from headway.train.model.schedules import Schedule
+from headway.train.resume.end_of_run import wait_for_others
+from headway.train.resume.ledger_writer import LedgerWriter
+from headway.train.resume.state import StatefulObject
+from headway.train.stage import Stage
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
+    from headway.train.resume.checkpointer import Checkpointer
+
+
+@final
+class RunState:
+    """What records, measures and saves a run, and what the loop does around stages, epochs and log points."""
+
+    def __init__(self, pipe: Pipeline, root: str | Path) -> None:
+        self.pipe, self.root = pipe, root
+        self.directory: Run | None = None
+        self.timer = PhaseTimer(pipe.device, alone=pipe.world.world_size == 1)
+        self.callbacks: list[Callback] = []
+        self.schedules: dict[str, Schedule] = {}
+        self.registered_state: dict[str, StatefulObject] = {}
+        self.sinks: list[Sink] = []
+        self.media_settings = MediaSettings()
+        self.media: MediaWriter | None = None
+        self.ledger_enabled = environment.is_on(environment.LEDGER)
+        self.ledger: LedgerWriter | None = None
+        self.checkpointer: Checkpointer | None = None
+        self.outputs_are_reused = False
+        """whether a model's next call overwrites what it has returned, as with CUDA graphs"""
+        self.hooks_called: dict[tuple[str, int], object] = {}  # kept, since ids are used again
+        self.busy_s = 0.0
+        """what this rank spent on its own between the last two log points"""
+        self._interval_s = 0.0  # and in all
+        self._stragglers = Stragglers()
+        self._reporter: Reporter | None = None
+
+    @property
+    def stage_states(self) -> list[LoopState]:
+        """The states of all stages."""
+        return [stage._loop for stage in self.pipe.stages]
+
+    @property
+    def current_state(self) -> LoopState | None:
+        """The state of the stage that is running."""
+        stage = self.pipe.current_stage
+        return None if stage is None else stage._loop
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run is open, from `pre_run` to `post_run`."""
+        return self._reporter is not None
+
+    @property
+    def reporter(self) -> Reporter:
+        if self._reporter is None:
+            raise UsageError("the pipeline is not running: log between pre_run and post_run")
+        return self._reporter
+
+    @property
+    def repeats_batches(self) -> bool:
+        """Whether another rank computes on the same batches as this one and counts for both."""
+        groups = [model.tensor_group for model in self.pipe.registered_models.values()]
+        return any(group is not None and group.rank > 0 for group in groups)
+
+    def has_post_stage(self, stage: Stage) -> bool:
+        """Whether the user has written a `post_stage`: it may change what the last epoch has saved."""
+        own = type(stage).post_stage is not Stage.post_stage or "post_stage" in vars(stage)
+        return own or any(type(each).post_stage is not Callback.post_stage for each in self.callbacks)
+
+    def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
+        """Calls a hook of the subject, then of the callbacks; the hang check is off, since a hook may take any time."""
+        with dist.no_hang_check():
+            self.hooks_called[hook, id(subject)] = subject
+            getattr(subject, hook)()
+            for callback in self.callbacks:
+                getattr(callback, hook)(subject)
+
+    # --- around a run and a stage
+
+    @contextmanager
+    def recording(self, directory: Run) -> Iterator[None]:
+        """Opens the rank logs, the metrics files, the ledger and the checkpoints of a run, and closes them."""
+        world = self.pipe.world
+        with ExitStack() as stack:
+            stack.callback(self._end_recording)  # after a failure, too
+            recording = stack.enter_context(record.recording(directory, world, config=self.pipe.config))
+            self.directory = directory = recording.run
+            warn_of_unread_sweep(self.pipe)
+            stack.enter_context(
+                feeding(directory, self.sinks, rank=world.rank, local_rank=world.local_rank)
+            )
+            self._reporter = stack.enter_context(Reporter(directory, world, recording.events))
+            if self.ledger_enabled:
+                self.ledger = stack.enter_context(LedgerWriter(directory, world, attempt=recording.attempt))
+            self.media = stack.enter_context(
+                MediaWriter(directory, self.media_settings, world=world, attempt=recording.attempt)
+            )
+            if self.checkpointer:
+                stack.enter_context(self.checkpointer.saving(recording))
+            yield
+            dist.set_phase("done")
+            wait_for_others()
+
+    def _end_recording(self) -> None:
+        self.pipe.current_stage = self._reporter = self.media = None
+
+    @contextmanager
+    def running_stage(self, state: LoopState) -> Iterator[None]:
+        """Surrounds all epochs of one stage: its hooks, its display, and the evidence if it runs out of memory."""
+        self.pipe.current_stage = state.stage
+        if self.checkpointer and state.status is StageStatus.NEW:
+            self.checkpointer.restore_rng()
+        shown = self.reporter.displaying(state)
+        with state.running(), shown, explain_out_of_memory(state), profiling(state):
+            self.run_hook("pre_stage", state.stage)
+            yield
+            if self.checkpointer:
+                self.checkpointer.restore_rng()  # if nothing but the hook was left to do
+            self.run_hook("post_stage", state.stage)
+            state.log_after_epoch()
+            hooked, state.post_stage_due = state.post_stage_due, False
+            if self.checkpointer:
+                self.checkpointer.after_stage(state, hooked=hooked)
+        self.pipe.current_stage = None
+
+    # --- epochs and log points
+
+    def begin_epoch(self, state: LoopState) -> None:
+        """Calls `pre_epoch`, and `set_epoch` of loaders that have not restored a position within the epoch."""
+        in_epoch = state.status.in_epoch
+        if self.checkpointer and not in_epoch:
+            self.checkpointer.restore_rng()
+        for loader in self.pipe.datasets.values():
+            set_epoch(loader, self.pipe.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
+        state.begin_epoch()
+        self.run_hook("pre_epoch", state.stage)
+        if self.checkpointer:  # what the hook drew in this attempt does not count
+            self.checkpointer.restore_rng()
+        dist.set_phase(state.name, self.pipe.steps_done)
+
+    def end_epoch(self, state: LoopState, values: Mapping[str, Any]) -> None:
+        """Counts an epoch and records its metrics."""
+        self.pipe.history.epochs.append(self._row(state, values))
+        self.reporter.end_epoch(state, values, self.pipe.steps_done)
+        state.end_epoch()
+        self.pipe.epoch += 1
+        if self.checkpointer:
+            self.checkpointer.record_metrics(values)
+
+    def extend_epoch(self, state: LoopState, point: LogPoint) -> None:
+        """Adds what was logged after an epoch to its metrics."""
+        epochs = self.pipe.history.epochs
+        row = epochs[-1] if epochs else None
+        if row is None or row.stage != state.name:
+            return  # the stage has not had an epoch
+        for name in point.values:
+            if name in row.values:
+                raise UsageError(
+                    f"metric {name!r} was logged after the epoch that has it already: choose another name"
+                )
+        epochs[-1] = replace(row, values={**row.values, **point.values})
+        self.reporter.extend_epoch(row, point)
+        if self.checkpointer:
+            self.checkpointer.record_metrics(point.values)
+
+    def apply_metrics(self, state: LoopState) -> None:
+        """Uses the metrics of an epoch, those of `post_epoch` included: for early stopping, and for schedulers.
+
+        A metric that a setting names must have appeared by now.
+        """
+        values = self.pipe.history.epochs[-1].values
+        state.stop_early(values)
+        for schedule in self.schedules.values():
+            schedule.end_epoch(values)
+        check_monitored(state)
+
+    def record_log_point(self, state: LoopState, kind: str, point: LogPoint) -> None:
+        """Records the result of a log point or a validation."""
+        if not point.values and not point.local:
+            return
+        seconds, point = self.timer.take(state.log_every), with_plan(state, kind, point)
+        if kind == "train":
+            self._check_stragglers(point, seconds)
+        seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)
+        self.pipe.history.log_points.append(self._row(state, point.values))
+        self.reporter.log_point(state, kind, point, seconds, self.pipe.steps_done)
+        if self.checkpointer and kind == "validation":
+            self.checkpointer.record_metrics(point.values)
+        if self.callbacks:
+            with dist.no_hang_check():
+                for callback in self.callbacks:
+                    callback.log_point(state.stage, kind, point)
+
+    def _row(self, state: LoopState, values: Mapping[str, Any]) -> MetricRow:
+        return MetricRow(stage=state.name, epoch=state.epoch, step=self.pipe.steps_done, values=values)
+
+    def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
+        slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self.timer.every > 1)
+        if slow is not None and self.pipe.world.is_root:
+            logger.warning(slow, extra={"event": "straggler"})
+        self.busy_s, self._interval_s = busy(seconds)
