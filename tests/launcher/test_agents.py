@@ -33,7 +33,8 @@ from headway.launcher import epilogue, step
 from headway.launcher.agent import environment, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
-from headway.launcher.agent.team import LaunchRecords, Outcome, Team, place_agent
+from headway.launcher.agent.launch_records import LaunchRecords, Outcome
+from headway.launcher.agent.team import Team
 from headway.launcher.agent.team_watch import TeamWatch
 from headway.launcher.epilogue import read_outcome
 from headway.launcher.step import StepEnd
@@ -48,7 +49,7 @@ def member(host: str, nproc: int) -> dict[str, object]:
 
 def test_uneven_agents_that_share_hosts() -> None:
     members = [member("a", 2), member("b", 1), member("a", 3)]
-    found = [place_agent(members, number) for number in range(3)]
+    found = [environment.place_agent(members, number) for number in range(3)]
     assert [seat.first_rank for seat in found] == [0, 2, 3]
     assert [seat.first_local_rank for seat in found] == [0, 0, 2]
     assert [seat.local_world_size for seat in found] == [5, 1, 5]

@@ -23,7 +23,8 @@ from headway.data.cache.staging import stage
 from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import UsageError
 from headway.launcher import epilogue, prologue
-from headway.launcher.agent.team import LaunchRecords, Team
+from headway.launcher.agent.launch_records import LaunchRecords
+from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile, Program
 from headway.launcher.step import Step, StepEnd
 from headway.launcher.targets import Slurm

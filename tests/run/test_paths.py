@@ -36,7 +36,7 @@ def written_paths(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 OTHERS_FILES = {
-    "launcher/agent/team.py": "launch/ is the agents', and has a failure.json of its own",
+    "launcher/agent/launch_records.py": "launch/ is the agents', and has a failure.json of its own",
     "dist/control/failure_handler.py": "it leaves the record for the agent beside the rendezvous",
 }
 

@@ -18,7 +18,7 @@ from typing import final
 
 from headway.errors import TERMINATED, Stopped
 from headway.launcher.agent.standstill import Standstill
-from headway.launcher.agent.team import LaunchRecords, Outcome
+from headway.launcher.agent.launch_records import LaunchRecords, Outcome
 from headway.launcher.agent.team_watch import SILENT_S
 
 _POLL_S = 0.1

@@ -32,7 +32,8 @@ from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kerne
 from headway.launcher.agent.outcome import first_failure, is_crash, reason, record_failure, summary
 from headway.launcher.agent.process import RankProcess, start_rank, work_in_child
 from headway.launcher.agent.scratch import scratch_directory
-from headway.launcher.agent.team import Outcome, Team
+from headway.launcher.agent.launch_records import Outcome
+from headway.launcher.agent.team import Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
 from headway.run.paths import RunPaths

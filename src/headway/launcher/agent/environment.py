@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from headway import schedulers
 from headway.errors import UsageError
@@ -34,6 +34,31 @@ class AgentPlacement:
     nodes: int
     master: str
     port: int
+
+
+def place_agent(members: list[dict[str, Any]], number: int) -> AgentPlacement:
+    """Where the ranks of agent `number` are. Agents may have different numbers of ranks, and share hosts.
+
+    >>> members = [{"host": "a", "nproc": 2, "port": 1}, {"host": "b", "nproc": 1, "port": 2}]
+    >>> placed = place_agent(members, 1)
+    >>> placed.first_rank, placed.first_local_rank, placed.node, placed.world_size
+    (2, 0, 1, 3)
+    """
+    hosts = list(dict.fromkeys(member["host"] for member in members))
+    me = members[number]
+    here = [member for member in members if member["host"] == me["host"]]
+    before = members[:number]
+    return AgentPlacement(
+        first_rank=sum(member["nproc"] for member in before),
+        nproc=me["nproc"],
+        world_size=sum(member["nproc"] for member in members),
+        first_local_rank=sum(member["nproc"] for member in before if member["host"] == me["host"]),
+        local_world_size=sum(member["nproc"] for member in here),
+        node=hosts.index(me["host"]),
+        nodes=len(hosts),
+        master=members[0]["host"] if len(hosts) > 1 else "127.0.0.1",
+        port=members[0]["port"],
+    )
 
 
 def rank_environment(placement: AgentPlacement, index: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,22 +1,11 @@
 """The agents of one launch, one or more per node: they find each other, and agree on how it ended.
 
-They watch each other (`team_watch`), and meet in a directory that all of them can write. Each file has one writer, and
-each decision is published once:
-
-    prologue-00001.json      before the agents start: the node is being prepared; rewritten every few seconds
-    agent-00001.json         host, number of ranks, of agent 0 where it listens; rewritten by a launch of the same name
-    roster.json              agent 0 has seen them all
-    round-0/                 the ranks meet here (rendezvous.json); another round for each local restart
-        outcome.json         the first failure, or stop; the first agent to write it decides
-        ended-00001.json     the ranks of this agent have ended
-        reported.json        how the round ended is printed: agents may leave
-        restart.json         agent 0: whether there is another round
+They watch each other (`team_watch`), and meet in a directory that all of them can write (`launch_records`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import shutil
 import socket
@@ -28,19 +17,25 @@ from typing import Any, final
 
 from headway.dist.failure.record import FailureRecord
 from headway.dist.rendezvous import HubAddress
-from headway.errors import DONE, HeadwayError, RankFailure, StorageError
-from headway.launcher.agent.environment import AgentPlacement
+from headway.errors import HeadwayError, RankFailure, StorageError
+from headway.launcher.agent.environment import AgentPlacement, place_agent
+from headway.launcher.agent.launch_records import (
+    FAILURE,
+    OUTCOME,
+    POLL_S,
+    ROSTER,
+    Outcome,
+    agent_name,
+    ended_name,
+    preparation_name,
+)
 from headway.launcher.agent.team_watch import BEAT_S, SILENT_S, TeamWatch
-from headway.run.info import read_json
 from headway.system import files, ownership
 from headway.system.log import logger
 
 GATHER_TIMEOUT_S = 3600.0
 """how long agents wait for each other: one of them may have to copy data to its node first"""
 _RESTART_TIMEOUT_S = 60.0
-_POLL_S = 0.1
-Outcome = dict[str, Any]
-"""exit_code, and the record of the failure if there is one"""
 
 
 @final
@@ -77,7 +72,7 @@ class Team:
     @property
     def failure_file(self) -> Path:
         """Where the ranks of this round leave the first cause for their agent: beside the rendezvous."""
-        return self.round_dir / "failure.json"
+        return self.round_dir / FAILURE
 
     def gather(
         self, nproc: int, *, host: str | None = None, timeout_s: float = GATHER_TIMEOUT_S
@@ -111,15 +106,15 @@ class Team:
         self._write(self._agent_file(self.number), me)
         if self.number == 0:
             everyone = [self._wait(self._agent_file(number), deadline) for number in range(self.size)]
-            self._write(self.directory / "roster.json", {"members": everyone})
+            self._write(self.directory / ROSTER, {"members": everyone})
             return everyone
         while True:
-            members: list[dict[str, Any]] = self._wait(self.directory / "roster.json", deadline)["members"]
+            members: list[dict[str, Any]] = self._wait(self.directory / ROSTER, deadline)["members"]
             if len(members) == self.size and members[self.number]["token"] == me["token"]:
                 return members
-            time.sleep(_POLL_S)  # it is that of an earlier launch of this name
+            time.sleep(POLL_S)  # it is that of an earlier launch of this name
             if time.monotonic() > deadline:
-                raise self._absent("roster.json")
+                raise self._absent(ROSTER)
 
     def loss(self) -> FailureRecord | None:
         """The record of an agent that is lost: it is silent, and has not recorded the end of its ranks."""
@@ -157,18 +152,18 @@ class Team:
 
         Where that cannot be written, each agent is the first, as far as it knows.
         """
-        path, first = self.round_dir / "outcome.json", True
+        path, first = self.round_dir / OUTCOME, True
         with self._trying_to_write(path):
             first = files.publish(path, json.dumps(outcome).encode())
         return first
 
     def outcome(self) -> Outcome | None:
         """The record of the first agent to fail or stop in this round."""
-        return self._read(self.round_dir / "outcome.json")
+        return self._read(self.round_dir / OUTCOME)
 
     def wait_outcome(self, timeout_s: float) -> None:
         """Waits until an agent has recorded how this round ended, at most `timeout_s`."""
-        self._wait_file("outcome.json", timeout_s)
+        self._wait_file(OUTCOME, timeout_s)
 
     def mark_ended(self, code: int) -> None:
         """Records for the other agents that the ranks of this one have ended."""
@@ -178,7 +173,7 @@ class Team:
 
     def show_life(self, facts: Mapping[str, object]) -> None:
         """Writes what the job's script reads while this node is prepared: anything that changes, then an exit code."""
-        path = self.directory / _preparation_name(self.number)
+        path = self.directory / preparation_name(self.number)
         with self._trying_to_write(path):
             self._write(path, facts)
 
@@ -200,7 +195,7 @@ class Team:
         while missing and time.monotonic() < deadline and not unless():
             missing = {number for number in missing if self._read(self._ended_file(number)) is None}
             if missing:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     def mark_reported(self) -> None:
         """Records for the other agents that the end of this round has been printed."""
@@ -226,7 +221,7 @@ class Team:
         while time.monotonic() < deadline:
             if (decision := self._read(file)) is not None:
                 return bool(decision["restart"])
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return False
 
     def leave(self) -> None:
@@ -241,13 +236,13 @@ class Team:
         while (found := self._read(path)) is None:
             if time.monotonic() > deadline:
                 raise self._absent(path.name)
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return found
 
     def _wait_file(self, name: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while self._read(self.round_dir / name) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _absent(self, name: str) -> RankFailure:
         trouble = f" ({self._trouble.strerror or self._trouble})" if self._trouble else ""
@@ -257,10 +252,10 @@ class Team:
         )
 
     def _agent_file(self, number: int) -> Path:
-        return self.directory / _agent_name(number)
+        return self.directory / agent_name(number)
 
     def _ended_file(self, number: int) -> Path:
-        return self.round_dir / _ended_name(number)
+        return self.round_dir / ended_name(number)
 
     def _write(self, path: Path, facts: Mapping[str, object]) -> None:
         _make(path.parent)
@@ -291,124 +286,6 @@ class Team:
         except OSError as error:  # whoever polls tries again
             self._trouble = error
             return None
-
-
-@final
-class LaunchRecords:
-    """What the agents of a launch have left in their directory, as others read it: the script of their job.
-
-    >>> LaunchRecords(Path("/tmp/x"), size=2).missing()
-    (0, 1)
-    """
-
-    def __init__(self, directory: Path, *, size: int) -> None:
-        self.directory, self.size = directory, size
-        self._last_round = directory / "round-0"
-        self.trouble: OSError | None = None
-        """why the last look at the directory failed: what is there is not known for now"""
-
-    @property
-    def last_round(self) -> Path:
-        numbers = [int(name[6:]) for name in self._names(self.directory) if re.fullmatch(r"round-\d+", name)]
-        if numbers:
-            self._last_round = self.directory / f"round-{max(numbers)}"
-        return self._last_round
-
-    def outcome(self) -> Outcome | None:
-        """The record of the first agent to fail or stop in the last round."""
-        return read_json(self.last_round / "outcome.json")
-
-    def _names(self, directory: Path) -> list[str]:
-        """What is in a directory, as far as that is known."""
-        self.trouble = None
-        try:
-            return [path.name for path in directory.iterdir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            self.trouble = error
-            return []
-
-    def ends(self) -> dict[int, int]:
-        """The exit codes of the agents that have recorded their end, by number."""
-        last = self.last_round
-        found = {number: read_json(last / _ended_name(number)) for number in range(self.size)}
-        return {number: facts["exit_code"] for number, facts in found.items() if facts}
-
-    def failure(self) -> FailureRecord | None:
-        """What the ranks of the last round have agreed on as the first cause of their end."""
-        return read_json(self.last_round / "failure.json")
-
-    def preparations(self) -> dict[int, dict[str, Any]]:
-        """What the nodes have last written while they are prepared for the ranks, by number."""
-        found = {number: read_json(self.directory / _preparation_name(number)) for number in range(self.size)}
-        return {number: facts for number, facts in found.items() if facts}
-
-    def is_prepared(self) -> bool:
-        """Whether all nodes were prepared for the ranks, without a failure."""
-        found = self.preparations()
-        return len(found) == self.size and all(facts.get("exit_code") == DONE for facts in found.values())
-
-    def settle(self, timeout_s: float) -> None:
-        """Waits until all agents have recorded their end: a network file system may show a file seconds later."""
-        deadline = time.monotonic() + timeout_s
-        while self.missing() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
-    def missing(self) -> tuple[int, ...]:
-        """The agents that have not recorded their end."""
-        last, trouble = self.last_round, self.trouble
-        ended = set(self._names(last))
-        self.trouble = self.trouble or trouble
-        return tuple(number for number in range(self.size) if _ended_name(number) not in ended)
-
-    def host(self, number: int) -> str:
-        """The node of an agent, as the agent itself calls it; an only agent is on the node of the job's script."""
-        facts = read_json(self.directory / _agent_name(number)) or self.preparations().get(number, {})
-        return str(facts.get("host", socket.gethostname() if self.size == 1 else f"node {number}"))
-
-    def agent_of(self, rank: int) -> int | None:
-        """The agent that started a rank; None if the agents had not met."""
-        members = (read_json(self.directory / "roster.json") or {}).get("members", [])
-        first = [place_agent(members, number).first_rank for number in range(len(members))]
-        return max((number for number, begin in enumerate(first) if begin <= rank), default=None)
-
-
-def place_agent(members: list[dict[str, Any]], number: int) -> AgentPlacement:
-    """Where the ranks of agent `number` are. Agents may have different numbers of ranks, and share hosts.
-
-    >>> members = [{"host": "a", "nproc": 2, "port": 1}, {"host": "b", "nproc": 1, "port": 2}]
-    >>> placed = place_agent(members, 1)
-    >>> placed.first_rank, placed.first_local_rank, placed.node, placed.world_size
-    (2, 0, 1, 3)
-    """
-    hosts = list(dict.fromkeys(member["host"] for member in members))
-    me = members[number]
-    here = [member for member in members if member["host"] == me["host"]]
-    before = members[:number]
-    return AgentPlacement(
-        first_rank=sum(member["nproc"] for member in before),
-        nproc=me["nproc"],
-        world_size=sum(member["nproc"] for member in members),
-        first_local_rank=sum(member["nproc"] for member in before if member["host"] == me["host"]),
-        local_world_size=sum(member["nproc"] for member in here),
-        node=hosts.index(me["host"]),
-        nodes=len(hosts),
-        master=members[0]["host"] if len(hosts) > 1 else "127.0.0.1",
-        port=members[0]["port"],
-    )
-
-
-def _agent_name(number: int) -> str:
-    return f"agent-{number:05d}.json"
-
-
-def _preparation_name(number: int) -> str:
-    return f"prologue-{number:05d}.json"
-
-
-def _ended_name(number: int) -> str:
-    return f"ended-{number:05d}.json"
 
 
 def free_port() -> int:
