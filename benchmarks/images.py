@@ -66,7 +66,7 @@ class Photos:
         batches = self.loader._rank_batches(self.loader._weights_over_time(), 0)
         rows = np.array([location for batch in batches for location in batch.locations])
         sizes = np.array([Image.open(io.BytesIO(each)).size[::-1] for each in self.encoded])
-        self.tables = draw_groups(TRANSFORM, self.loader._reader.transform_keys(rows), sizes)
+        self.tables = draw_groups(TRANSFORM, self.loader._reader.keys.of_transforms(rows), sizes)
 
 
 # --- contenders

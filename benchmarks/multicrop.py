@@ -33,7 +33,8 @@ from multicrop_dali import DaliMultiCrop
 from torchvision.io import decode_jpeg
 
 from headway.data import MultiCrop, ShardLoader, pack
-from headway.data.assembly import collate, quick_switches
+from headway.data.samples.collate import collate
+from headway.data.samples.loader_threads import quick_switches
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
 from headway.data.images.device.device_batch import GpuBatcher
 from headway.data.images.device.gpu import GpuCropper

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from headway.data import BlockMasks, CenterCrop, MultiCrop, ShardLoader, pack
-from headway.data.assembly import collate
+from headway.data.samples.collate import collate
 from headway.errors import UsageError
 
 

@@ -34,7 +34,7 @@ from waiting import EXIT_LIMIT_S, wait_until
 
 from headway.data import MultiCrop, ShardLoader, pack
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
-from headway.data.sample_reader import SampleReader
+from headway.data.samples.sample_reader import SampleReader
 from headway.data.shards.checksums import checksum_path
 from headway.data.shards.shard import Shard
 from headway.data.sources import reader_pool, reader_process

@@ -12,9 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -22,14 +20,6 @@ import numpy as np
 import torch
 
 from headway import dist
-from headway.data.assembly import (
-    AssembledBatch,
-    PendingBatch,
-    RankBatch,
-    loader_pool,
-    make_assembler,
-    quick_switches,
-)
 from headway.data.cache.node_cache import CachedShards, NodeCache
 from headway.data.cache.prefetch import BatchShards, Prefetcher
 from headway.data.catalog.shard_files import ShardSpec
@@ -45,13 +35,15 @@ from headway.data.order.mix_order import MixOrder, check_places, datasets_change
 from headway.data.order.order import Shuffle, check_same_order, whole_number
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
-from headway.data.sample_reader import SampleReader, Transform, checked_transform
+from headway.data.samples.assembly import AssembledBatch, make_assembler
+from headway.data.samples.loader_threads import LoaderThreads, PendingBatch, RankBatch, quick_switches
+from headway.data.samples.sample_reader import SampleReader, Transform, checked_transform
 from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
-from headway.data.sources.chunk import Chunk, SampleLocation
+from headway.data.sources.chunk import SampleLocation
 from headway.data.sources.mix import Mix
 from headway.data.sources.open_shards import OpenShards, find_sources
-from headway.data.sources.read_mode import ReadMode, ReadModeChooser
+from headway.data.sources.read_mode import ReadModeChooser
 from headway.errors import UsageError
 
 
@@ -184,19 +176,13 @@ class ShardLoader:
             self._chooser = ReadModeChooser(self._threads, self._gpu)
         chooser = self._chooser
         chooser.begin_pass()
-        pool = loader_pool(chooser.threads, "headway load")
         prefetcher = self._prefetcher = (
             None if self._cache is None else Prefetcher(self._cache, self._shards.keep)
         )
-        pools = pool, loader_pool(1, "headway gather"), loader_pool(1, "headway collate")
         try:
-            with quick_switches(active=self._gpu is not None):
-                yield from self._load(*pools, chooser, number)
+            with LoaderThreads(chooser, self._feed) as threads, quick_switches(active=self._gpu is not None):
+                yield from self._load(threads, chooser, number)
         finally:
-            for each in pools:
-                each.shutdown(wait=False, cancel_futures=True)
-            for each in pools:
-                each.shutdown(wait=True)
             if prefetcher is not None:
                 prefetcher.stop()
             self._reader.crop_pool.clear()
@@ -207,17 +193,10 @@ class ShardLoader:
             if not self._batcher.carries():
                 self._position = self._batcher.start(self._epoch)
 
-    def _load(
-        self,
-        pool: ThreadPoolExecutor,
-        gathering: ThreadPoolExecutor,
-        collating: ThreadPoolExecutor,
-        chooser: ReadModeChooser,
-        number: int,
-    ) -> Iterator[Any]:
+    def _load(self, threads: LoaderThreads, chooser: ReadModeChooser, number: int) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
         waiting: deque[PendingBatch] = deque()
-        timeline, largest, feed = self._weights_over_time(), 0, self._feed
+        timeline, largest = self._weights_over_time(), 0
         upcoming = self._rank_batches(timeline, self._position)
         self._prefetch_shards(timeline)
         while True:
@@ -232,13 +211,7 @@ class ShardLoader:
                 batch = next(upcoming, None)
                 if batch is None:
                     break
-                reads = self._reads(batch.locations, chooser)
-                alone = chooser.mode is ReadMode.ONE_THREAD
-                chunks = [] if alone else [pool.submit(read) for read in reads]
-                results = [chunk.result for chunk in chunks] or reads
-                gathered = gathering.submit(self._assembler.gather, results)
-                result = collating.submit(self._assembler.assemble, gathered, batch.padding, feed)
-                waiting.append(PendingBatch(batch, [*chunks, gathered], result))
+                waiting.append(threads.load(batch, self._reader, self._assembler))
             if not waiting:
                 return
             batch, _, result = waiting.popleft()
@@ -262,12 +235,6 @@ class ShardLoader:
             if assembled.value is not None:
                 staged = isinstance(assembled.value, StagedBatch)
                 yield assembled.value.hand_over() if staged else assembled.value
-
-    def _reads(self, locations: list[SampleLocation], chooser: ReadModeChooser) -> list[Callable[[], Chunk]]:
-        """Splits a batch into chunks, and returns what reads each."""
-        memory, size = self._reader.crop_memory(len(locations)), chooser.chunk_samples(len(locations))
-        read = partial(self._reader.read, memory=memory, by_process=chooser.mode is ReadMode.PROCESSES)
-        return [partial(read, locations[at : at + size], at) for at in range(0, len(locations) or 1, size)]
 
     def _may_prefetch(self, batches: int, largest: int) -> bool:
         """Whether so many batches fit in memory; only one, until the size of a batch is known."""

@@ -87,7 +87,7 @@ def test_an_image_that_the_gpu_refuses_is_decoded_here_or_replaced_or_left_out(t
         transform = RandomResizedCrop(8)
         loader = ShardLoader(tmp_path, batch_size=8, shuffle=replaces, threads=1, transform=transform)
         reader = loader._reader
-        reader._gpu_bytes, reader._begin, reader._draws = 1, reader._begin_for_gpu, None  # as with a GPU
+        reader._gpu_bytes, reader._begin, reader._cropper = 1, reader._begin_for_gpu, None  # as with a GPU
         chunk = reader.read([(0, 0, 0, number) for number in range(8)])
         assert all(isinstance(value[IMAGE], EncodedImage) for value in chunk.values) and not chunk.bad
         for number in (5, 3):  # the last first, as when a batch is made

@@ -130,7 +130,7 @@ def compare(loader: ShardLoader, transform: ImageTransform, files: list[File]) -
     """Compares all crops with those that Pillow makes with the same parameters; returns their keys."""
     keys, means = list[str](), list[float]()
     for batch in loader:
-        hashes = loader._reader.transform_keys(batch.samples.numpy())
+        hashes = loader._reader.keys.of_transforms(batch.samples.numpy())
         for number, key in enumerate(batch["__key__"]):
             pixels = files[int(key)].pixels
             assert pixels is not None, f"Pillow cannot decode {key}"

@@ -15,7 +15,8 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack, sample_reader
+from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
+from headway.data.samples import cropper
 from headway.data.images.device.availability import missing_for_gpu
 from headway.data.images.exif import orientation, turn
 from headway.errors import UsageError
@@ -228,7 +229,7 @@ def _alone(
 ) -> dict[str, torch.Tensor]:
     (data,) = samples[int(row[3])].values()
     pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
-    key = loader._reader.transform_keys(row.numpy()[None])[0]
+    key = loader._reader.keys.of_transforms(row.numpy()[None])[0]
     return crop_image(transform, turn(pixels, orientation(memoryview(data))), int(key))
 
 
@@ -240,7 +241,7 @@ def test_crops_of_a_batch_are_drawn_at_once_and_not_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = shards(tmp_path, [{"jpg": jpeg(n)} for n in range(16)])
-    drawn, draw = list[int](), sample_reader.draw_groups
+    drawn, draw = list[int](), cropper.draw_groups
 
     def count(transform: Any, keys: Any, sizes: Any) -> Any:
         drawn.append(len(keys))
@@ -249,8 +250,8 @@ def test_crops_of_a_batch_are_drawn_at_once_and_not_copied(
     def copy(*_: Any) -> None:
         raise AssertionError("these crops are in one memory already")
 
-    monkeypatch.setattr(sample_reader, "draw_groups", count)
-    monkeypatch.setattr(sample_reader, "draw_image", copy)
+    monkeypatch.setattr(cropper, "draw_groups", count)
+    monkeypatch.setattr(cropper, "draw_image", copy)
     monkeypatch.setattr("headway.data.images.batch.stack_crops", copy)
     assert len(batches(source, transform=SMALL)) == 2
     assert drawn == [2] * 8, "a chunk of each of two threads has two samples"

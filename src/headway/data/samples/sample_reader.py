@@ -6,48 +6,29 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
 
-from headway.data.images.batch import (
-    IMAGE,
-    PLACE,
-    SAMPLES,
-    CropMemory,
-    CropPlace,
-    EncodedImage,
-    own_parts,
-)
-from headway.data.images.cpu import (
-    DrawnImage,
-    cut_crops,
-    draw_groups,
-    draw_image,
-    largest_reduction,
-)
+from headway.data.images.batch import IMAGE, SAMPLES, CropMemory, CropPlace, EncodedImage, own_parts
 from headway.data.images.device.pinned import HostPinning, PinnedMemory
-from headway.data.images.draws import CropTable
 from headway.data.images.exif import orientation, turn
 from headway.data.images.memory_pool import MemoryPool
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
 from headway.data.order.mix_order import MixOrder
-from headway.data.order.permutation import Ints, UInts, as_uints, derive_key, derive_keys
 from headway.data.quarantine import QuarantinedSample
+from headway.data.samples.cropper import ImageCropper, ReadSample, take_image
+from headway.data.samples.sample_keys import SampleKeys
 from headway.data.shards.decode import (
-    IMAGES,
     RGB_BYTES,
     Decoder,
     LatePart,
     SampleDecoder,
     decode,
-    decode_reduced,
     decode_rgb,
-    image_name,
     jpeg_name,
     plain_jpeg_size,
 )
@@ -84,23 +65,6 @@ KEY = "__key__"
 _MAX_SUBSTITUTES = 8
 _MIN_ASKED = 1000  # samples, before processes that decline most of them are asked no more
 _READ_BYTES = 2**20  # that a thread reads before it decodes
-_MAX_SIDE_PIXELS = 2**31 - 1  # the tables of crops have 32 bits
-_TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
-
-
-@dataclass(slots=True)
-class _ReadSample:
-    """A sample that was read and decoded, except for its images."""
-
-    location: SampleLocation
-    value: Any
-    """its parts by extension, until it is transformed"""
-    late: list[LatePart]
-    bad: list[QuarantinedSample]
-    place: CropPlace | None = None
-    """where its crops go; None for memory of their own"""
-    drawn: tuple[tuple[int, int], list[CropTable]] | None = None
-    """its crops for an image of this height and width, if they are drawn already"""
 
 
 @final
@@ -125,7 +89,7 @@ class SampleReader:
         on_gpu = gpu is not None
         self._gpu_bytes = transform.crop_bytes() if on_gpu and isinstance(transform, ImageTransform) else 0
         self._allocate = PinnedMemory().allocate if on_gpu else None
-        self._shards, self._orders, self._keys, self._seed = shards, order.orders, order.keys, seed
+        self._shards, self._orders, self.keys = shards, order.orders, SampleKeys(seed, order.keys)
         self._replaces, self._watch = substitute, watch
         if isinstance(transform, ImageTransform):  # crops are of colors, also where a PNG has a palette
             decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
@@ -143,10 +107,11 @@ class SampleReader:
             else:
                 self._pool = ReaderPool(settings, max_processes=MAX_DECODERS, waits=False)
         self._begin = self._begin_for_gpu if self._gpu_bytes else self._decoder.begin
-        crops = transform if isinstance(transform, ImageTransform) and not on_gpu else None
-        self._reduces = crops is not None and crops.scaled_decode
-        self._draws = crops if not self._reduces else None
-        self._joins = crops if joins else None
+        self._cropper: ImageCropper | None = None
+        self._joins: ImageTransform | None = None
+        if isinstance(transform, ImageTransform) and not on_gpu:
+            self._cropper = ImageCropper(transform, self.keys, decoders, limits)
+            self._joins = transform if joins else None
         self.crop_pool = MemoryPool()
 
     def crop_memory(self, samples: int) -> CropMemory | None:
@@ -190,7 +155,7 @@ class SampleReader:
     def _read_each(
         self, locations: Sequence[SampleLocation], chunk: Chunk, first: int, memory: CropMemory | None
     ) -> None:
-        samples, before, began = list[_ReadSample](), 0, time.perf_counter()
+        samples, before, began = list[ReadSample](), 0, time.perf_counter()
         for number, location in enumerate(locations, first):
             sample = self._read_sample(location, [], chunk)
             if sample is not None:
@@ -233,7 +198,7 @@ class SampleReader:
         self, chunk: Chunk, locations: Sequence[SampleLocation], answer: ReadAnswer, began: float
     ) -> None:
         rows, read_s, _ = answer.told
-        read, memory, samples = began + read_s, np.frombuffer(answer.memory, np.uint8), list[_ReadSample]()
+        read, memory, samples = began + read_s, np.frombuffer(answer.memory, np.uint8), list[ReadSample]()
         for location, row in zip(locations, rows, strict=False):
             if row is None:
                 sample = self._read_sample(location, [], chunk)
@@ -244,7 +209,7 @@ class SampleReader:
             # a copy: users may keep it, and forks of this process see memory that is shared change
             value[name] = memory[start:end].reshape(height, width, RGB_BYTES).copy()
             value[KEY] = key
-            samples.append(_ReadSample(location, value, [], []))
+            samples.append(ReadSample(location, value, [], []))
         asked, declined = self._asked
         self._asked = asked + len(rows), declined + rows.count(None)
         self._finish(chunk, samples, began, read)
@@ -276,7 +241,7 @@ class SampleReader:
 
     def _read_sample(
         self, location: SampleLocation, bad: list[QuarantinedSample], chunk: Chunk
-    ) -> _ReadSample | None:
+    ) -> ReadSample | None:
         """Reads a sample or, if it is bad, its substitute; None if it is left out."""
         while True:
             dataset, _, shard, sample = location
@@ -297,7 +262,7 @@ class SampleReader:
             if self._watch.watching and type(value.get(LABEL)) is int:
                 chunk.labels.append((dataset, shard, sample, value[LABEL]))
             value[KEY] = name
-            return _ReadSample(location, value, late, bad)
+            return ReadSample(location, value, late, bad)
 
     def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
         """Begins to decode a sample, except for an image that the GPU is to decode."""
@@ -316,13 +281,13 @@ class SampleReader:
         return EncodedImage(data, *size, orientation(data) if self._exif else 1)
 
     def _finish(
-        self, chunk: Chunk, samples: list[_ReadSample], began: float, read: float | None = None
+        self, chunk: Chunk, samples: list[ReadSample], began: float, read: float | None = None
     ) -> None:
         """Decodes images, unless they are since they were `read`. A transform follows each at once, while it is in the
         cache, and often makes it smaller."""
         read, transformed = read or time.perf_counter(), chunk.transform_s
-        if self._draws is not None:
-            self._draw(samples, self._draws)
+        if self._cropper is not None and not self._cropper.reduces:
+            self._cropper.draw(samples)
         finished = [sample for each in samples if (sample := self._complete(each, chunk)) is not None]
         end = time.perf_counter()
         if self._transform is None:
@@ -336,7 +301,7 @@ class SampleReader:
                 chunk.substitutes.add(len(chunk.values))
             chunk.values.append(sample.value)
 
-    def _complete(self, sample: _ReadSample, chunk: Chunk, *, on_cpu: bool = False) -> _ReadSample | None:
+    def _complete(self, sample: ReadSample, chunk: Chunk, *, on_cpu: bool = False) -> ReadSample | None:
         """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out.
 
         With `on_cpu`, an image that was set apart for the GPU is decoded here.
@@ -344,8 +309,8 @@ class SampleReader:
         while True:
             name = sample.value[KEY]
             try:
-                if self._reduces:
-                    self._decode_reduced(sample)
+                if self._cropper is not None and self._cropper.reduces:
+                    self._cropper.decode_reduced(sample)
                 self._decoder.finish(sample.late, sample.value)
                 if self._gpu_bytes:
                     sample.value = self._for_gpu(sample) if IMAGE not in sample.value else sample.value
@@ -368,82 +333,23 @@ class SampleReader:
             else:
                 return sample
 
-    def _draw(self, samples: list[_ReadSample], transform: ImageTransform) -> None:
-        """Draws the crops of several images whose headers say their size: drawn for each alone, they take twenty times
-        as long."""
-        sized = [(sample, size) for sample in samples if (size := self._jpeg_size(sample)) is not None]
-        if not sized:
-            return
-        keys = self.transform_keys(np.array([sample.location for sample, _ in sized]))
-        tables = draw_groups(transform, keys, np.array([size for _, size in sized]))
-        for number, (sample, size) in enumerate(sized):
-            sample.drawn = size, [CropTable(ints[number], floats[number]) for ints, floats in tables]
+    def _apply_transform(self, sample: ReadSample) -> Any:
+        if self._cropper is not None:
+            return self._cropper.crop(sample)
+        assert self._transform is not None and not isinstance(self._transform, ImageTransform)
+        rng = np.random.Generator(np.random.Philox(self.keys.of_transform(sample.location)))
+        return self._transform(sample.value, rng)
 
-    def _jpeg_size(self, sample: _ReadSample) -> tuple[int, int] | None:
-        """Returns height and width of the image of a sample, if it is a JPEG that any decoder can decode."""
-        name = jpeg_name(sample.value, self._decoders)
-        if name is None:
-            return None
-        return next(plain_jpeg_size(data, self._limits) for part, data, _ in sample.late if part == name)
-
-    def _decode_reduced(self, sample: _ReadSample) -> None:
-        """Decodes the image of a sample at the smallest size that its crops allow, if it is a JPEG that can be."""
-        transform, name = self._transform, jpeg_name(sample.value, self._decoders)
-        assert isinstance(transform, ImageTransform)
-        late = next((each for each in sample.late if each[0] == name), None)
-        if late is None:
-            return
-        size = plain_jpeg_size(late[1], self._limits)
-        if size is None:
-            return
-        tag, key = orientation(late[1]) if transform.exif else 1, self._key(sample)
-        tables = draw_image(transform, key, *(size[::-1] if tag >= 5 else size))
-        factor = largest_reduction(tables)
-        while tag > 1 and (size[0] % factor or size[1] % factor):
-            factor //= 2  # a last pixel that is not whole would come first
-        sample.late.remove(late)
-        pixels = turn(decode_reduced(late[1], size, factor), tag)
-        sample.value[late[0]] = DrawnImage(pixels, tables, key, factor)
-
-    def _key(self, sample: _ReadSample) -> int:
-        """Returns what the random numbers of a sample are derived from."""
-        dataset, *where = sample.location
-        return derive_key(self._seed, _TRANSFORM, self._keys[dataset], *where)
-
-    def _apply_transform(self, sample: _ReadSample) -> Any:
-        assert self._transform is not None
-        if isinstance(self._transform, ImageTransform):
-            image, place = _take_image(self._transform, sample), sample.place
-            if not isinstance(image, DrawnImage):
-                image = DrawnImage(image, self._drawn(sample, *image.shape[:2]), self._key(sample))
-            into = place.memory.of_sample(place.number) if place is not None else None
-            own = {SAMPLES: sample.location} | ({PLACE: place} if place is not None else {})
-            return {**own, **cut_crops(self._transform, image, into), **sample.value}
-        return self._transform(sample.value, np.random.Generator(np.random.Philox(self._key(sample))))
-
-    def _drawn(self, sample: _ReadSample, height: int, width: int) -> list[CropTable]:
-        """Returns the crops of a sample, drawn now unless they were drawn for an image of this size."""
-        assert isinstance(self._transform, ImageTransform)
-        if sample.drawn is not None and sample.drawn[0] == (height, width):
-            return sample.drawn[1]
-        return draw_image(self._transform, self._key(sample), height, width)
-
-    def _for_gpu(self, sample: _ReadSample) -> dict[str, Any]:
+    def _for_gpu(self, sample: ReadSample) -> dict[str, Any]:
         """Returns a sample with its image set apart, encoded or decoded, for the GPU."""
         assert isinstance(self._transform, ImageTransform)
-        image = _take_image(self._transform, sample)
+        image = take_image(self._transform, sample)
         return {SAMPLES: sample.location, IMAGE: image, **sample.value}
-
-    def transform_keys(self, rows: Ints) -> UInts:
-        """Returns what the random numbers of samples are derived from, given rows of dataset, epoch, shard, sample."""
-        columns = [as_uints(rows[:, number]) for number in (1, 2, 3)]
-        datasets = np.array(self._keys, np.uint64)[rows[:, 0]]
-        return derive_keys(self._seed, np.full(1, _TRANSFORM, np.uint64), datasets, *columns)
 
     def decode_on_cpu(self, chunk: Chunk, number: int) -> None:
         """Decodes the image of a sample that the GPU refused; replaces the sample, or leaves it out, if it is bad."""
         value = chunk.values[number]
-        sample = self._complete(_ReadSample(value[SAMPLES], value, [], []), chunk, on_cpu=True)
+        sample = self._complete(ReadSample(value[SAMPLES], value, [], []), chunk, on_cpu=True)
         if sample is None:
             del chunk.values[number]
             return
@@ -462,9 +368,9 @@ class SampleReader:
         self, location: SampleLocation, name: str, error: HeadwayError, bad: list[QuarantinedSample]
     ) -> SampleLocation | None:
         """Records a bad sample, and returns the location of its substitute: the same on every rank, in every run."""
-        dataset, epoch, shard, sample = location
+        dataset, epoch, shard, _ = location
         source, order = self._shards.sources[dataset], self._orders[dataset]
-        position = derive_key(self._seed, _SUBSTITUTE, epoch, shard, sample, len(bad)) % order.samples
+        position = self.keys.of_substitute(location, len(bad)) % order.samples
         bad.append(QuarantinedSample(source.name, str(source.paths[shard]), name, str(error)))
         if not self._replaces:
             return None
@@ -475,23 +381,3 @@ class SampleReader:
             )
         found = order.locate(np.array([position]))
         return dataset, epoch, int(found.shard[0]), int(found.sample[0])
-
-
-def _take_image(transform: ImageTransform, sample: _ReadSample) -> Any:
-    """Takes the image out of a sample: its pixels, turned if asked, or an `EncodedImage`."""
-    value = sample.value
-    name = image_name(value)
-    if name is None:
-        raise BadSample(f"it has no image (a part called {', '.join(sorted(IMAGES))}) but {', '.join(value)}")
-    image = value.pop(name)
-    if isinstance(image, EncodedImage | DrawnImage):
-        return image  # JPEGs, whose sides have less than 2**16 pixels
-    if transform.exif:
-        image = turn(image, next(orientation(data) for part, data, _ in sample.late if part == name))
-    short, long = sorted(image.shape[:2])
-    longest = max([recipe.resize for group in transform.groups() for recipe in group.recipes]) * long // short
-    if longest > _MAX_SIDE_PIXELS:
-        raise BadSample(
-            f"{long} x {short} pixels would be resized to {longest} in the long side: cut the image"
-        )
-    return image
