@@ -250,7 +250,7 @@ class LoopState:
         positioned = isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
             saves = self.run.checkpointer
-            state = saves.loaders.capture(loader) if saves and not positioned else None
+            state = saves.rank_state.loaders.capture(loader) if saves and not positioned else None
             self.passes.append(Pass(total_batches=total, rng_state=state))
         begun = self.passes[self._passes_begun]
         begun.rescale(total)
@@ -310,7 +310,7 @@ class LoopState:
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
         """Iterates over the batches that are left of a pass."""
-        loaders = self.run.checkpointer.loaders if self.run.checkpointer else None
+        loaders = self.run.checkpointer.rank_state.loaders if self.run.checkpointer else None
         if loaders is None or not progress.skip:
             return loaders.open(loader) if loaders else open_loader(loader)
         dist.print_root(

@@ -139,13 +139,13 @@ class RunState:
         """Surrounds all epochs of one stage: its hooks, its display, and the evidence if it runs out of memory."""
         self.pipe.current_stage = state.stage
         if self.checkpointer and state.status is StageStatus.NEW:
-            self.checkpointer.restore_rng()
+            self.checkpointer.rank_state.restore_rng()
         shown = self.reporter.displaying(state)
         with state.running(), shown, explain_out_of_memory(state), profiling(state):
             self.run_hook("pre_stage", state.stage)
             yield
             if self.checkpointer:
-                self.checkpointer.restore_rng()  # if nothing but the hook was left to do
+                self.checkpointer.rank_state.restore_rng()  # if nothing but the hook was left to do
             self.run_hook("post_stage", state.stage)
             state.log_after_epoch()
             hooked, state.post_stage_due = state.post_stage_due, False
@@ -159,13 +159,13 @@ class RunState:
         """Calls `pre_epoch`, and `set_epoch` of loaders that have not restored a position within the epoch."""
         in_epoch = state.status.in_epoch
         if self.checkpointer and not in_epoch:
-            self.checkpointer.restore_rng()
+            self.checkpointer.rank_state.restore_rng()
         for loader in self.pipe.datasets.values():
             set_epoch(loader, self.pipe.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
         state.begin_epoch()
         self.run_hook("pre_epoch", state.stage)
         if self.checkpointer:  # what the hook drew in this attempt does not count
-            self.checkpointer.restore_rng()
+            self.checkpointer.rank_state.restore_rng()
         dist.set_phase(state.name, self.pipe.steps_done)
 
     def end_epoch(self, state: LoopState, values: Mapping[str, Any]) -> None:

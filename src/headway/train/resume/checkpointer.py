@@ -26,7 +26,6 @@ from headway.dist.collective.guard import from_root
 from headway.dist.control import stop
 from headway.dist.control.agreement import Agreement
 from headway.dist.group import current
-from headway.dist.seeding import derive_seed
 from headway.dist.shared_run import note_script
 from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError, UsageError
 from headway.record import Recording
@@ -38,12 +37,10 @@ from headway.system.log import logger
 from headway.system.text import format_duration
 from headway.train.loop_state import SAVE, LoopState
 from headway.train.metrics.meter import LogPoint, Value
-from headway.train.resume import attempts, end_of_run, rng, state
+from headway.train.resume import attempts, end_of_run, state
 from headway.train.resume.lead_time import LeadTime
-from headway.train.resume.positions import find_changes, is_global, position
-from headway.train.resume.replay import LoaderStates, pass_states, restore_pass_states
+from headway.train.resume.positions import RankState
 from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt, StepMetrics
-from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import UnsavedState
 
 if TYPE_CHECKING:
@@ -78,10 +75,9 @@ class Checkpointer:
         self._metrics, self._validated = StepMetrics(settings), -1
         self._from_root = False  # whether ranks have different weights, so that all are saved by rank 0
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
-        self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
-        self.loaders, self._unsaved = LoaderStates(run.pipe), UnsavedState(run)
+        self.rank_state, self._unsaved = RankState(run), UnsavedState(run)
 
     # --- around a run
 
@@ -145,7 +141,7 @@ class Checkpointer:
                 'from: to train again, pass resume="never" or choose a new run directory'
             )
         self._restore(loaded)
-        self.restore_rng()
+        self.rank_state.restore_rng()
         self._log(
             f"{choice.run.id} is already finished ({choice.why}): models, history and counters of step "
             f"{loaded.step:,} are restored, and nothing is trained"
@@ -200,7 +196,7 @@ class Checkpointer:
         The checkpoint then has what the validation may have changed as it was before (random number generators,
         positions of loaders, media), since the resumed run repeats the validation.
         """
-        self._before_validation = self._local_facts()
+        self._before_validation = self.rank_state.capture()
         if self.run.media:
             self.run.media.save_point(self.pipe.steps_done)
         self._lead_time.pause()
@@ -262,17 +258,6 @@ class Checkpointer:
     def record_metrics(self, values: Mapping[str, Value]) -> None:
         """Adds the metrics of an epoch or a validation to those of the next checkpoint."""
         self._metrics.add(self.pipe.steps_done, values)
-
-    def restore_rng(self) -> None:
-        """Restores the random number generators, once, where training resumes: the first of these calls does it.
-
-        For a checkpoint from before the first epoch of a stage, that is before its `pre_stage`; from between two
-        epochs, before `pre_epoch`, whose random numbers are still to come; and from within an epoch, after `pre_epoch`,
-        whose random numbers were drawn before the save. Where the run is finished, it is at once.
-        """
-        if self._rng is not None:
-            self._rng()
-            self._rng = None
 
     def collect_finished(self) -> None:
         """Reports the saves that have finished, and prunes old checkpoints."""
@@ -414,7 +399,7 @@ class Checkpointer:
         failpoint("train.save")
         state.check_weights(self.pipe)
         self._unsaved.check()
-        facts = self._before_validation or self._local_facts()
+        facts = self._before_validation or self.rank_state.capture()
         shared = self._metrics.state_dict() | {"seed": torch.initial_seed(), "datasets": facts["shared"]}
         shared |= {"fingerprints": self._fingerprints, "adapters": state.adapters(pipe)}
         shared["adapter_names"] = state.adapter_names(pipe)
@@ -439,58 +424,16 @@ class Checkpointer:
             files.sync_dir(path.parent)  # the failure may have been that of this
             return True
 
-    def _local_facts(self) -> dict[str, Any]:
-        """Returns random state and loader positions; "shared" are the positions that count all ranks together."""
-        pipe, stage = self.pipe, self.run.current_state
-        passes = stage.passes if stage else []
-        active = [each.loader for each in passes if not each.done]
-        positions = {
-            name: position(loader, active=any(loader is each for each in active))
-            for name, loader in pipe.datasets.items()
-            if isinstance(loader, StatefulObject)
-        }
-        shared = {name: state for name, state in positions.items() if is_global(pipe.datasets[name])}
-        local = {
-            "random": rng.random_state(pipe.device),
-            "datasets": {name: state for name, state in positions.items() if name not in shared},
-            "passes": pass_states(passes),
-            "loaders": self.loaders.state_dict(),
-        }
-        return {"shared": shared, "local": local}
-
     # --- restoring
 
     def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
-        pipe, shared, local = self.pipe, loaded.state["run"], loaded.local
         state.restore(self.run, loaded.state)
         self._last_save = SaveAttempt(place=self._place(), scheduled=False)
-        self._metrics.load_state_dict(shared)
+        self._metrics.load_state_dict(loaded.state["run"])
         self._metrics.add(loaded.step, loaded.metrics)  # a checkpoint that replaces it has them, too
-        age_s = attempts.seconds_since(pipe.directory.checkpoint_dir(loaded.step))
+        age_s = attempts.seconds_since(self.pipe.directory.checkpoint_dir(loaded.step))
         self._newest = loaded.step, time.monotonic() - age_s
-        before, now = loaded.world_size, pipe.world.world_size
-        positions = shared["datasets"] | (local["datasets"] if before == now else {})
-        for name, loader in pipe.datasets.items():
-            if name in positions and isinstance(loader, StatefulObject):
-                loader.load_state_dict(positions[name])
-        if before == now:
-            self._rng = partial(self._restore_random, local)
-            for stage in self.run.stage_states:
-                if stage.status.in_epoch:
-                    restore_pass_states(stage.passes, local["passes"])
-        else:
-            seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
-            self._rng = partial(dist.seed, seed, scope="rank")
-            self._log(
-                f"saved by {before} ranks, now {now}: the samples are the same; each rank has a new seed, derived from "
-                "the saved seed and the step"
-            )
-            for message in find_changes(pipe.datasets, before, now):
-                self._log(message, logging.WARNING)
-
-    def _restore_random(self, local: Mapping[str, Any]) -> None:
-        rng.restore_random_state(local["random"], self.pipe.device)
-        self.loaders.load_state_dict(local.get("loaders", {}))  # older checkpoints have none
+        self.rank_state.restore(loaded)
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
         """Logs on rank 0 only."""

@@ -1,12 +1,92 @@
-"""The positions of loaders in a checkpoint: which count all ranks together, and where a pass starts."""
+"""What each rank adds to a checkpoint: its random numbers, and the positions of its loaders.
+
+Some positions count all ranks together; a pass of a loader without shuffle starts at 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
-from headway import data
+from headway import data, dist
+from headway.checkpoint import LoadedCheckpoint
+from headway.dist.seeding import derive_seed
+from headway.system.log import logger
+from headway.train.resume import rng
+from headway.train.resume.replay import LoaderStates, pass_states, restore_pass_states
 from headway.train.resume.state import StatefulObject
+
+if TYPE_CHECKING:
+    from headway.train.run_state import RunState
+
+
+@final
+class RankState:
+    """Captures and restores where a rank is in its data and its random numbers."""
+
+    def __init__(self, run: RunState) -> None:
+        self._run, self._pipe = run, run.pipe
+        self.loaders = LoaderStates(run.pipe)
+        self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
+
+    def capture(self) -> dict[str, Any]:
+        """Returns random state and loader positions; "shared" are the positions that count all ranks together."""
+        stage, datasets = self._run.current_state, self._pipe.datasets
+        passes = stage.passes if stage else []
+        active = [each.loader for each in passes if not each.done]
+        positions = {
+            name: position(loader, active=any(loader is each for each in active))
+            for name, loader in datasets.items()
+            if isinstance(loader, StatefulObject)
+        }
+        shared = {name: state for name, state in positions.items() if is_global(datasets[name])}
+        local = {
+            "random": rng.random_state(self._pipe.device),
+            "datasets": {name: state for name, state in positions.items() if name not in shared},
+            "passes": pass_states(passes),
+            "loaders": self.loaders.state_dict(),
+        }
+        return {"shared": shared, "local": local}
+
+    def restore(self, loaded: LoadedCheckpoint) -> None:
+        """Restores the positions at once, and the random numbers where `restore_rng` is called."""
+        shared, local, datasets = loaded.state["run"], loaded.local, self._pipe.datasets
+        before, now = loaded.world_size, self._pipe.world.world_size
+        positions = shared["datasets"] | (local["datasets"] if before == now else {})
+        for name, loader in datasets.items():
+            if name in positions and isinstance(loader, StatefulObject):
+                loader.load_state_dict(positions[name])
+        if before == now:
+            self._rng = partial(self._restore_random, local)
+            for stage in self._run.stage_states:
+                if stage.status.in_epoch:
+                    restore_pass_states(stage.passes, local["passes"])
+            return
+        seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
+        self._rng = partial(dist.seed, seed, scope="rank")
+        if self._pipe.world.is_root:
+            logger.info(
+                f"saved by {before} ranks, now {now}: the samples are the same; each rank has a new seed, derived from "
+                "the saved seed and the step"
+            )
+            for message in find_changes(datasets, before, now):
+                logger.warning(message)
+
+    def restore_rng(self) -> None:
+        """Restores the random number generators, once, where training resumes: the first of these calls does it.
+
+        For a checkpoint from before the first epoch of a stage, that is before its `pre_stage`; from between two
+        epochs, before `pre_epoch`, whose random numbers are still to come; and from within an epoch, after `pre_epoch`,
+        whose random numbers were drawn before the save. Where the run is finished, it is at once.
+        """
+        if self._rng is not None:
+            self._rng()
+            self._rng = None
+
+    def _restore_random(self, local: Mapping[str, Any]) -> None:
+        rng.restore_random_state(local["random"], self._pipe.device)
+        self.loaders.load_state_dict(local.get("loaders", {}))  # older checkpoints have none
 
 
 def is_global(loader: object) -> bool:
