@@ -271,11 +271,11 @@ def _list(argv: list[str]) -> int:
 
 def _module(argv: list[str]) -> int:
     from headway.plan.input.plan_file import read_calibration, read_node
-    from headway.plan.tracer.request import estimate_trace
+    from headway.plan.tracer.request import estimate_module
 
     options = parse(ModuleOptions, _with_factory(argv, "module"), verb="plan module")
     constants = read_calibration(options.calibration, Path(), options.node)
-    found = estimate_trace(
+    found = estimate_module(
         options.trace,
         node=read_node(options.node),
         calibration=constants,

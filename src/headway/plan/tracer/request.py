@@ -23,7 +23,7 @@ from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import Node
 from headway.plan.report.estimates import Estimate
-from headway.plan.tracer.result import TraceResult, extrapolate_depth, trace_estimate
+from headway.plan.tracer.result import TraceResult, extrapolate_depth, make_estimate
 from headway.plan.tracer.settings import TraceSettings
 
 FunctionReference = str | Callable[..., Any]
@@ -66,12 +66,12 @@ def trace(
         fsdp=fsdp,
         checkpoint=checkpoint,
     )
-    return estimate_trace(
+    return estimate_module(
         settings, node=node, calibration=calibration, extrapolate=extrapolate, timeout=timeout
     )
 
 
-def estimate_trace(
+def estimate_module(
     settings: TraceSettings,
     *,
     node: Node | None = None,
@@ -84,12 +84,12 @@ def estimate_trace(
     constants, notes = scoped_calibration(calibration, node.device)
     found = trace_module(settings, extrapolate=extrapolate, timeout=timeout)
     found = replace(found, notes=[*found.notes, *notes])
-    plan = trace_estimate(settings.factory, found, settings, node, constants)
+    plan = make_estimate(settings.factory, found, settings, node, constants)
     if plan.fits or found.error is not None:
         return plan
     names, others = zip(*_changes(settings, node), strict=True)
     tried = trace_modules(others, extrapolate=extrapolate, timeout=timeout)
-    return trace_estimate(
+    return make_estimate(
         settings.factory, found, settings, node, constants, list(zip(names, tried, strict=True))
     )
 

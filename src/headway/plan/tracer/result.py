@@ -48,23 +48,12 @@ class TraceResult:
     @classmethod
     def of(cls, result: dict[str, Any]) -> TraceResult:
         """Reads what the tracing process wrote."""
-        keys = (
-            "error",
-            "parameters",
-            "trainable",
-            "allocated",
-            "reserved",
-            "by_label",
-            "by_module",
-            "state_bytes",
-            "notes",
-        )
         rows = result.get("kernels", [])
         kernels = [Kernel(str(name), float(flops), int(size)) for name, flops, size, _ in rows]
         return cls(
             kernel_counts={kernel: float(row[3]) for kernel, row in zip(kernels, rows, strict=True)},
             queue=[(str(phase), kernels[number]) for phase, number in result.get("queue", [])],
-            **{key: result[key] for key in keys if key in result},
+            **{key: value for key, value in result.items() if key not in ("kernels", "queue", "kind")},
         )
 
     @property
@@ -136,7 +125,7 @@ def extrapolate_depth(
     )
 
 
-def trace_estimate(
+def make_estimate(
     title: str,
     found: TraceResult,
     settings: TraceSettings,

@@ -34,7 +34,7 @@ from headway.plan.tracer.process import cuda_emulation
 from headway.plan.tracer.process.backward import run_backward
 from headway.plan.tracer.process.outcome import trace_step
 from headway.plan.tracer.process.step import StepTracer, TrainingSetup
-from headway.plan.tracer.result import TraceResult, trace_estimate
+from headway.plan.tracer.result import TraceResult, make_estimate
 from headway.plan.tracer.settings import TraceSettings
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ForkedTrace:
             raise HeadwayError(own.error)
         node, constants = machine_here(_device_name(self._state.device))
         title = f"{self._state.pipe.name}, stage {self._state.name}, traced at its start"
-        plan = trace_estimate(title, own, self._settings, node, constants, others)
+        plan = make_estimate(title, own, self._settings, node, constants, others)
         return SavedPlan(title=title, content=json.loads(json.dumps(plan.to_dict())))
 
     # --- in the forked process

@@ -34,11 +34,10 @@ class StorageEvent(NamedTuple):
 
 
 class StorageOrigin(NamedTuple):
-    """The phase, module and operation that allocated a storage."""
+    """The phase and the module that allocated a storage."""
 
     phase: str
     module: str
-    operation: str
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,13 +76,12 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 out = func(*args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
         made = len(self.origins)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self.log(leaf, name)
+                self.log(leaf)
         if len(self.origins) > made or func._schema.is_mutable:  # a view launches no kernel
-            self._count(func, name, args, kwargs or {}, out)
+            self._count(func, args, kwargs or {}, out)
         return out
 
     def __enter__(self) -> MemoryMeter:
@@ -92,7 +90,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resize_(storage: Any, size: int) -> Any:
             out = resize(storage, size)
-            self._log(storage, "resize_")
+            self._log(storage)
             return out
 
         self._restore = lambda: setattr(torch.UntypedStorage, "resize_", resize)
@@ -104,11 +102,11 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._restore()
 
-    def log(self, tensor: torch.Tensor, operation: str = "") -> int:
+    def log(self, tensor: torch.Tensor) -> int:
         """Returns the serial number of a tensor's storage, and logs the storage if it is new."""
-        return self._log(_local(tensor).untyped_storage(), operation)
+        return self._log(_local(tensor).untyped_storage())
 
-    def _log(self, storage: Any, operation: str) -> int:
+    def _log(self, storage: Any) -> int:
         key = id(storage)
         known = self._alive.get(key)
         size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -119,7 +117,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._alive[key] = (serial, size, ref)
             return serial
         serial = len(self.origins)
-        self.origins[serial] = StorageOrigin(self.phase, self.module, operation)
+        self.origins[serial] = StorageOrigin(self.phase, self.module)
         self._alive[key] = (serial, size, weakref.ref(storage, self._on_free(key, serial)))
         self.events.append(StorageEvent(serial, size))
         return serial
@@ -145,8 +143,9 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.phase = before
 
-    def _count(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Appends a kernel with its FLOPs and the bytes it reads and writes."""
+        name = func._overloadpacket.__name__
         formula = _FORMULAS.get(func) or flop_registry.get(func._overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
         touched = sum(_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)))
@@ -161,7 +160,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phase in ("forward", "backward") and self.phase not in self._workspaces:
             self._workspaces.add(self.phase)
             serial = len(self.origins)
-            self.origins[serial] = StorageOrigin(self.phase, "", "workspace")
+            self.origins[serial] = StorageOrigin(self.phase, "")
             self.labels[serial] = "workspaces"
             self.events.append(StorageEvent(serial, _WORKSPACE_BYTES))
 
@@ -218,10 +217,8 @@ _CAUSAL: dict[Any, int] = {
 Sizes = dict[str, int]
 
 
-def replay_peak(
-    meter: MemoryMeter, unlabeled: dict[str, str], start: int = 0
-) -> tuple[int, Sizes, Sizes, Sizes]:
-    """Returns peak bytes from event `start` on, and what was alive at the peak by label, module and operation.
+def replay_peak(meter: MemoryMeter, unlabeled: dict[str, str], start: int) -> tuple[Sizes, Sizes]:
+    """Returns the bytes of what was alive at the peak from event `start` on, by label and by module.
 
     `unlabeled` names storages without a label by the phase that allocated them.
     """
@@ -233,7 +230,7 @@ def replay_peak(
     alive: dict[int, int] = {}
     for event in meter.events[: at + 1]:
         alive[event.serial] = alive.get(event.serial, 0) + event.size
-    by_label, by_module, by_operation = Sizes(), Sizes(), Sizes()
+    by_label, by_module = Sizes(), Sizes()
     for serial, size in alive.items():
         if not size:
             continue
@@ -242,5 +239,4 @@ def replay_peak(
         by_label[name] = by_label.get(name, 0) + size
         if serial not in meter.labels:
             by_module[origin.module] = by_module.get(origin.module, 0) + size
-            by_operation[origin.operation] = by_operation.get(origin.operation, 0) + size
-    return peak, by_label, by_module, by_operation
+    return by_label, by_module

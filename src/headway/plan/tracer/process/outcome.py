@@ -51,19 +51,16 @@ def _where(error: Exception) -> str:
 def _result(step: StepTracer) -> dict[str, Any]:
     meter = step.meter
     allocated, reserved = allocator.replay(list(meter.events), built=step.built_at, start=step.measured_from)
-    peak, by_label, by_module, by_operation = replay_peak(meter, _UNLABELED, step.measured_from)
+    by_label, by_module = replay_peak(meter, _UNLABELED, step.measured_from)
     counts = Counter(kernel for _, kernel in meter.queue)
     numbers = {kernel: number for number, kernel in enumerate(counts)}
     return {
         "parameters": step.parameters,
         "trainable": step.trainable,
-        "peak": peak,
         "allocated": allocated,
         "reserved": reserved,
         "by_label": by_label,
         "by_module": _grouped(by_module),
-        "by_operation": by_operation,
-        "flops": sum(kernel.flops for _, kernel in meter.queue),
         "kernels": [[*kernel, count] for kernel, count in counts.items()],
         "queue": [[phase, numbers[kernel]] for phase, kernel in meter.queue],
         "notes": step.notes,
