@@ -36,6 +36,7 @@ from headway.system.log import logger
 GATHER_TIMEOUT_S = 3600.0
 """how long agents wait for each other: one of them may have to copy data to its node first"""
 _RESTART_TIMEOUT_S = 60.0
+_REPORTED, _RESTART = "reported.json", "restart.json"
 
 
 @final
@@ -167,15 +168,11 @@ class Team:
 
     def mark_ended(self, code: int) -> None:
         """Records for the other agents that the ranks of this one have ended."""
-        path = self._ended_file(self.number)
-        with self._trying_to_write(path):
-            self._write(path, {"exit_code": code})
+        self._try_to_write(self._ended_file(self.number), {"exit_code": code})
 
     def show_life(self, facts: Mapping[str, object]) -> None:
         """Writes what the job's script reads while this node is prepared: anything that changes, then an exit code."""
-        path = self.directory / preparation_name(self.number)
-        with self._trying_to_write(path):
-            self._write(path, facts)
+        self._try_to_write(self.directory / preparation_name(self.number), facts)
 
     def fail(self, error: Exception) -> None:
         """Records that this agent itself has failed, which ends the launch."""
@@ -199,36 +196,26 @@ class Team:
 
     def mark_reported(self) -> None:
         """Records for the other agents that the end of this round has been printed."""
-        path = self.round_dir / "reported.json"
-        with self._trying_to_write(path):
-            self._write(path, {})
+        self._try_to_write(self.round_dir / _REPORTED, {})
 
     def wait_reported(self, timeout_s: float) -> None:
         """Waits until the first agent to fail has printed why, at most `timeout_s`: its node may be lost."""
-        self._wait_file("reported.json", timeout_s)
+        self._wait_file(_REPORTED, timeout_s)
 
     def agree_on_restart(self, decide: Callable[[], bool], timeout_s: float = _RESTART_TIMEOUT_S) -> bool:
         """Agent 0 decides whether all start again; without a decision in time, this agent does not."""
         if self.size == 1:
             return decide()
-        file = self.round_dir / "restart.json"
         if self.number == 0:
             restart = decide()
-            with self._trying_to_write(file):
-                self._write(file, {"restart": restart})
+            self._try_to_write(self.round_dir / _RESTART, {"restart": restart})
             return restart and not self.record_failed
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if (decision := self._read(file)) is not None:
-                return bool(decision["restart"])
-            time.sleep(POLL_S)
-        return False
+        decision = self._wait_file(_RESTART, timeout_s)
+        return decision is not None and bool(decision["restart"])
 
     def leave(self) -> None:
         """Removes the directory, if this is the last agent to leave it."""
-        path = self.directory / f"left-{self.number:05d}.json"
-        with self._trying_to_write(path):
-            self._write(path, {})
+        self._try_to_write(self.directory / f"left-{self.number:05d}.json", {})
         if len(list(self.directory.glob("left-*.json"))) == self.size:
             shutil.rmtree(self.directory, ignore_errors=True)  # two may both be the last
 
@@ -239,10 +226,11 @@ class Team:
             time.sleep(POLL_S)
         return found
 
-    def _wait_file(self, name: str, timeout_s: float) -> None:
+    def _wait_file(self, name: str, timeout_s: float) -> dict[str, Any] | None:
         deadline = time.monotonic() + timeout_s
-        while self._read(self.round_dir / name) is None and time.monotonic() < deadline:
+        while (found := self._read(self.round_dir / name)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
+        return found
 
     def _absent(self, name: str) -> RankFailure:
         trouble = f" ({self._trouble.strerror or self._trouble})" if self._trouble else ""
@@ -261,6 +249,10 @@ class Team:
         _make(path.parent)
         with files.storage(f"write {path}"):
             files.write_atomic(path, json.dumps(facts).encode())
+
+    def _try_to_write(self, path: Path, facts: Mapping[str, object]) -> None:
+        with self._trying_to_write(path):
+            self._write(path, facts)
 
     @contextmanager
     def _trying_to_write(self, path: Path) -> Iterator[None]:
