@@ -170,8 +170,9 @@ class RunState:
 
     def end_epoch(self, state: LoopState, values: Mapping[str, Any]) -> None:
         """Counts an epoch and records its metrics."""
-        self.pipe.history.epochs.append(self._row(state, values))
-        self.reporter.end_epoch(state, values, self.pipe.steps_done)
+        row = self._row(state, values)
+        self.pipe.history.epochs.append(row)
+        self.reporter.end_epoch(state, row)
         state.end_epoch()
         self.pipe.epoch += 1
         if self.checkpointer:

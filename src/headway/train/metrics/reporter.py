@@ -48,18 +48,14 @@ class Reporter:
         self._peak, self._peak_at = 0, float("-inf")  # of the device's memory, and when it was read
         self._ended: ProgressSnapshot | None = None  # an epoch that is not shown yet
         self._rate: float | None = None
-        self._wait: float | None = None
+        self.data_wait: float | None = None
+        """the fraction of the last interval in which this rank waited for data; None before the first log point"""
 
     def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._rows.close()
-
-    @property
-    def data_wait(self) -> float | None:
-        """The fraction of the last interval in which this rank waited for data; None before the first log point."""
-        return self._wait
 
     def print_inputs(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
         """Prints one line per model and per dataset."""
@@ -75,7 +71,7 @@ class Reporter:
     def displaying(self, state: LoopState) -> Iterator[None]:
         """Shows the progress of a stage within the context."""
         self._since = self._stage_start = time.monotonic()
-        self._first_step, self._shown, self._rate, self._wait = state.steps_done, {}, None, None
+        self._first_step, self._shown, self._rate, self.data_wait = state.steps_done, {}, None, None
         self._counting = None
         with ExitStack() as stack:
             if self._world.is_root:
@@ -104,7 +100,7 @@ class Reporter:
             elapsed = now - self._since
             self._rate = state.samples / elapsed * point.data_ranks if elapsed > 0 else None
             whole = sum(seconds.values())
-            self._wait = seconds.get("data", 0.0) / whole if whole else None
+            self.data_wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
             row["busy_seconds"] = round(state.run.busy_s, 6)  # its own: what readers compare between ranks
             if self._world.is_root and (checkpointer := state.run.checkpointer) is not None:
@@ -172,21 +168,16 @@ class Reporter:
             self._peak, self._peak_at = torch.cuda.max_memory_allocated(self._world.device), now
         return self._peak
 
-    def end_epoch(self, state: LoopState, values: Mapping[str, Any], step: int) -> None:
+    def end_epoch(self, state: LoopState, row: MetricRow) -> None:
         """Writes the row of an epoch; `show_epoch` shows it."""
-        self._shown.update(values)
+        self._shown.update(row.values)
         if self._world.is_root:
-            self._rows.write(
-                {
-                    "kind": "epoch",
-                    "time": time.time(),
-                    "stage": state.name,
-                    "epoch": state.epoch,
-                    "step": step,
-                    "metrics": dict(values),
-                }
-            )
-        self._ended = self._snapshot(state, step)
+            self._write_epoch(row, row.values)
+        self._ended = self._snapshot(state, row.step)
+
+    def _write_epoch(self, row: MetricRow, values: Mapping[str, Any], **more: Any) -> None:
+        place = {"stage": row.stage, "epoch": row.epoch, "step": row.step}
+        self._rows.write({"kind": "epoch", "time": time.time(), **place, "metrics": dict(values), **more})
 
     def show_epoch(self) -> None:
         """Shows the epoch that has ended, once `post_epoch` has logged what it has to add."""
@@ -197,19 +188,9 @@ class Reporter:
     def extend_epoch(self, row: MetricRow, point: LogPoint) -> None:
         """Writes what was logged after the row of an epoch as another row of the same epoch."""
         self._shown.update(point.values)
-        values = dict(point.values) if self._world.is_root else {}
+        values = point.values if self._world.is_root else {}
         if values or point.local:
-            self._rows.write(
-                {
-                    "kind": "epoch",
-                    "time": time.time(),
-                    "stage": row.stage,
-                    "epoch": row.epoch,
-                    "step": row.step,
-                    "metrics": values,
-                    "rank_metrics": dict(point.local),
-                }
-            )
+            self._write_epoch(row, values, rank_metrics=dict(point.local))
 
     def _snapshot(self, state: LoopState, step: int) -> ProgressSnapshot:
         total, done = state.total_steps(), state.steps_done - self._first_step
@@ -223,7 +204,7 @@ class Reporter:
             values=self._shown,
             columns=state.columns,
             samples_per_second=self._rate,
-            data_wait=self._wait,
+            data_wait=self.data_wait,
             seconds_left=None if pace is None or total is None else max(0, total - state.steps_done) * pace,
             checkpoint_age_s=checkpointer.checkpoint_age_s if checkpointer else None,
         )
