@@ -104,7 +104,9 @@ class ForkedTrace:
         (_, own), *others = results.items()
         if own.error is not None:
             raise HeadwayError(own.error)
-        node, constants = machine_here(_device_name(self._state.device))
+        device = self._state.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        node, constants = machine_here(name)
         title = f"{self._state.pipe.name}, stage {self._state.name}, traced at its start"
         plan = make_estimate(title, own, self._settings, node, constants, others)
         return SavedPlan(title=title, content=json.loads(json.dumps(plan.to_dict())))
@@ -136,10 +138,6 @@ def _be_silent() -> None:
     warnings.simplefilter("ignore")
     logging.disable()
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process lives
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _describe(leaf: Any) -> Any:

@@ -13,14 +13,13 @@ import torch
 from headway import data, dist
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
-from headway.run import Run
+from headway.run import Run, check_name
 from headway.train.batches import count_batches
 from headway.train.evaluate.mode import val_batches
 from headway.train.evaluate.pause import reading_from_start
 from headway.train.evaluate.session import (
     EvalProgress,
     EvalWeights,
-    check_result_name,
     find_dataset,
     session,
 )
@@ -57,7 +56,7 @@ def evaluate(
         )
     with session(pipe, stage, weights=weights, run=run) as opened:
         named = _loaders(pipe, state, dataset, kind)
-        name = check_result_name(name or (next(iter(named)) if len(named) == 1 else kind))
+        name = check_name(name or (next(iter(named)) if len(named) == 1 else kind))
         began = time.monotonic()
         what = kind if name == kind else f"{kind} {name}"
         values = _compute(state, named, what)
@@ -83,7 +82,7 @@ def _loaders(
     if isinstance(dataset, str):
         return {dataset if kind == "val" else kind: find_dataset(pipe, dataset)}
     if isinstance(dataset, Mapping):
-        return {check_result_name(name): find_dataset(pipe, loader) for name, loader in dataset.items()}
+        return {check_name(name): find_dataset(pipe, loader) for name, loader in dataset.items()}
     if isinstance(dataset, list | tuple) and any(isinstance(each, _LOADERS) for each in dataset):
         raise UsageError(
             f"{kind} got a {type(dataset).__name__} of {len(dataset)} loaders: pass a dict, whose names become the "

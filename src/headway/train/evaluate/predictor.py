@@ -28,7 +28,7 @@ from headway.data.feed.batch_mover import to_device
 from headway.dist.collective.exchange import RankExchange, gather_rows
 from headway.dist.collective.guard import from_root
 from headway.errors import UsageError
-from headway.run import Run
+from headway.run import Run, check_name
 from headway.system import jsonlines
 from headway.system.failpoints import failpoint
 from headway.train.batches import count_batches
@@ -40,7 +40,6 @@ from headway.train.evaluate.session import (
     EvalProgress,
     EvalSession,
     EvalWeights,
-    check_result_name,
     find_dataset,
     session,
 )
@@ -63,7 +62,7 @@ def predict(
     name: str,
 ) -> Path:
     """Predicts all samples of a dataset into a file, or continues to; returns its path on all ranks."""
-    kind, name = kind_of(out), check_result_name(name)
+    kind, name = kind_of(out), check_name(name)
     state = stage._loop
     with session(pipe, stage, weights=weights, run=run) as opened:
         loader = find_dataset(pipe, dataset)

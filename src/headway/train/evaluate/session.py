@@ -19,7 +19,7 @@ from headway.checkpoint.weights.readers import read_stamps
 from headway.dist.collective.guard import from_root
 from headway.dist.shared_run import open_run
 from headway.errors import NoValidCheckpoint, UsageError, unknown_name
-from headway.run import Run, check_name, find_runs, own_runs, runs_under
+from headway.run import Run, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
 from headway.system import files
 from headway.system.jsonlines import JsonLinesWriter
@@ -111,11 +111,6 @@ def find_dataset(pipe: Pipeline, dataset: str | Iterable[Any]) -> Iterable[Any]:
             "hw.data.DataLoader(dataset, batch_size=64), or the name of a registered one"
         )
     return dataset
-
-
-def check_result_name(name: str) -> str:
-    """Returns the name of a result if it is safe in a path."""
-    return check_name(name)
 
 
 def _is_of_run(weights: EvalWeights) -> bool:

@@ -143,12 +143,6 @@ class RunLibrary:
                 sizes.pop(self._open.popitem(last=False)[0])
             return found
 
-    @property
-    def open_keys(self) -> list[str]:
-        """The keys of the runs that are open, the one that was asked for last at the end."""
-        with self._lock:
-            return list(self._open)
-
 
 def key_of(run: Run) -> str:
     """Returns the name of a run's directory, as text that any address can hold."""
