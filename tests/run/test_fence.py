@@ -20,7 +20,7 @@ from headway.errors import RunLocked
 from headway.launcher import epilogue
 from headway.launcher.agent.outcome import first_failure, record_failure
 from headway.launcher.agent.team import Team
-from headway.launcher.functions.start import restart
+from headway.launcher.job_start import restart
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
 from headway.record import diagnostics
@@ -196,7 +196,7 @@ _ALLOWED = {
     "launcher/program.py": {"job_file"},
     "launcher/sweep.py": {"sweep_file"},
     "launcher/launch_function.py": {"call_dir"},
-    "launcher/functions/start.py": {"job_log", "submission_file"},  # fenced: "restart"
+    "launcher/job_start.py": {"job_log", "submission_file"},  # fenced: "restart"
     "launcher/functions/worker.py": {"call_dir"},
     # of a process that evaluates, and need not hold the run: rows of its own, never those of training
     "train/evaluate/session.py": {"eval_dir", "eval_file"},

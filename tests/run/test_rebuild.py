@@ -16,7 +16,7 @@ from headway.cli import main
 from headway.errors import RunLocked, UnreadableRun, UsageError
 from headway.launcher import epilogue
 from headway.launcher.code import snapshot
-from headway.launcher.functions import start
+from headway.launcher import job_start as start
 from headway.run import Run, lock
 from headway.run.choice import choose
 from headway.run.rebuild import rebuild

@@ -9,7 +9,7 @@ from dataclasses import replace
 from headway.cli.parser import Parser, positive
 from headway.cli.screen import safe
 from headway.errors import DONE, UsageError
-from headway.launcher.functions.start import restart
+from headway.launcher.job_start import restart
 from headway.launcher.job import Job
 from headway.launcher.local_runs import local_program, resume_here
 from headway.run import Run

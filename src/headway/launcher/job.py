@@ -23,7 +23,7 @@ from headway.dist.failure.record import format_cause
 from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
 from headway.launcher.functions import pickled
 from headway.launcher.functions.exceptions import error_files, read_error
-from headway.launcher.functions.start import BACKGROUND, restart
+from headway.launcher.job_start import BACKGROUND, restart
 from headway.launcher.functions.worker import Call
 from headway.run import Run
 from headway.run.info import newest_step, read_json

@@ -1,1 +1,1 @@
-"""A launched function: on its way to the ranks (`pickled`), called there (`worker`), and its job started (`start`)."""
+"""A launched function: on its way to the ranks (`pickled`), called there (`worker`), started in the `background`."""
