@@ -102,6 +102,18 @@ def test_a_sub_package_exports_what_somebody_imports_from_it() -> None:
     }
     assert sorted(exported - used) == []
 
+# --- what is a user's is left to the user
+
+
+def test_few_places_reach_into_a_stage_or_a_pipeline() -> None:
+    """The loop and what it uses pass its own states to each other, `LoopState` and `RunState`."""
+    reached = [
+        f"{name_of(path)}: {found}"
+        for path in MODULES
+        for found in re.findall(r"\b(?:stage|pipe)\._[a-z]\w*", path.read_text())
+    ]
+    assert len(reached) <= 16, "\n".join(reached)
+
 
 # --- nothing grows out of a reader's sight
 
