@@ -114,13 +114,7 @@ def _totals(
     bounds: tuple[float, float],
 ) -> Answers:
     """Answers about the complete run, if its length is given."""
-    samples = (
-        workload.samples
-        if workload.samples
-        else workload.tokens / layout.tokens(model)
-        if workload.tokens
-        else None
-    )
+    samples = workload.samples or (workload.tokens / layout.tokens(model) if workload.tokens else None)
     if samples is None or good <= 0:
         return {}
     low, high = bounds
