@@ -33,14 +33,14 @@ from multicrop_dali import DaliMultiCrop
 from torchvision.io import decode_jpeg
 
 from headway.data import MultiCrop, ShardLoader, pack
-from headway.data.samples.collate import collate
-from headway.data.samples.loader_threads import quick_switches
 from headway.data.images.batch import IMAGE, SAMPLES, EncodedImage
 from headway.data.images.device.device_batch import GpuBatcher
 from headway.data.images.device.gpu import GpuCropper
 from headway.data.images.device.image_table import ImageTable
 from headway.data.images.device.nvjpeg import JpegDecoder
 from headway.data.order.permutation import derive_keys
+from headway.data.samples.collate import collate
+from headway.data.samples.loader_threads import quick_switches
 from headway.dist.device import use_many_queues
 
 BATCH, QUALITY, WANTED_KB = 256, 80, 72

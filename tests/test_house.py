@@ -102,6 +102,7 @@ def test_a_sub_package_exports_what_somebody_imports_from_it() -> None:
     }
     assert sorted(exported - used) == []
 
+
 # --- what is a user's is left to the user
 
 

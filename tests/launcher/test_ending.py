@@ -17,8 +17,8 @@ import pytest
 from headway.errors import HeadwayError
 from headway.launcher import epilogue
 from headway.launcher.agent.agent import Agent
-from headway.launcher.agent.outcome import first_failure, record_failure, summary
 from headway.launcher.agent.launch_records import LaunchRecords
+from headway.launcher.agent.outcome import first_failure, record_failure, summary
 from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile, Program
 from headway.launcher.step import Step, StepEnd

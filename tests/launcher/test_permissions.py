@@ -23,8 +23,8 @@ from headway.launcher.agent import node
 from headway.launcher.agent.environment import private_directory
 from headway.launcher.agent.team import Team
 from headway.launcher.functions import background, pickled, worker
-from headway.launcher.job_start import restart
 from headway.launcher.functions.worker import Call
+from headway.launcher.job_start import restart
 from headway.launcher.program import JobFile, Program
 from headway.launcher.submit_script import Script, prepare_runs
 from headway.launcher.targets import Local, Slurm

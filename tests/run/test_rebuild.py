@@ -14,9 +14,8 @@ import pytest
 from headway import checkpoint
 from headway.cli import main
 from headway.errors import RunLocked, UnreadableRun, UsageError
-from headway.launcher import epilogue
+from headway.launcher import epilogue, job_start as start
 from headway.launcher.code import snapshot
-from headway.launcher import job_start as start
 from headway.run import Run, lock
 from headway.run.choice import choose
 from headway.run.rebuild import rebuild

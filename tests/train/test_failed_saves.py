@@ -147,6 +147,6 @@ def test_the_age_of_the_newest_checkpoint_is_known(tmp_path: Path) -> None:
     os.utime(pipe.directory.checkpoint_dir(5), (1, 1))
     with pytest.raises(Cut):
         again.run()
-    assert again._state.checkpointer is not None and (again._state.checkpointer.checkpoint_age_s or 0) > 1e6, (
-        "that of the file"
-    )
+    assert (
+        again._state.checkpointer is not None and (again._state.checkpointer.checkpoint_age_s or 0) > 1e6
+    ), "that of the file"

@@ -9,8 +9,8 @@ from dataclasses import replace
 from headway.cli.parser import Parser, positive
 from headway.cli.screen import safe
 from headway.errors import DONE, UsageError
-from headway.launcher.job_start import restart
 from headway.launcher.job import Job
+from headway.launcher.job_start import restart
 from headway.launcher.local_runs import local_program, resume_here
 from headway.run import Run
 from headway.run.choice import script_was_cut

@@ -31,8 +31,8 @@ from headway.errors import (
     StorageError,
     UsageError,
 )
-from headway.launcher.agent.outcome import is_crash, reason, summary
 from headway.launcher.agent.launch_records import LaunchRecords, Outcome
+from headway.launcher.agent.outcome import is_crash, reason, summary
 from headway.launcher.enqueue import submit_successor
 from headway.launcher.program import JobFile
 from headway.launcher.step import Step, StepEnd

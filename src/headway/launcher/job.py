@@ -23,8 +23,8 @@ from headway.dist.failure.record import format_cause
 from headway.errors import HeadwayError, RankFailure, Stopped, UsageError
 from headway.launcher.functions import pickled
 from headway.launcher.functions.exceptions import error_files, read_error
-from headway.launcher.job_start import BACKGROUND, restart
 from headway.launcher.functions.worker import Call
+from headway.launcher.job_start import BACKGROUND, restart
 from headway.run import Run
 from headway.run.info import newest_step, read_json
 from headway.run.status import State, Status, check_over, exit_code, status

@@ -23,9 +23,9 @@ from headway.launcher.code import snapshot
 from headway.launcher.code.snapshot import Dirty
 from headway.launcher.enqueue import check_target, submit_runs
 from headway.launcher.functions import pickled
-from headway.launcher.job_start import BACKGROUND, in_background, worker_program
 from headway.launcher.functions.worker import Call
 from headway.launcher.job import Job
+from headway.launcher.job_start import BACKGROUND, in_background, worker_program
 from headway.launcher.targets import ClusterTarget, Local, Mpi
 from headway.run import Run
 from headway.system import environment, files

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import final
 
 from headway.errors import TERMINATED, Stopped
-from headway.launcher.agent.standstill import Standstill
 from headway.launcher.agent.launch_records import LaunchRecords, Outcome
+from headway.launcher.agent.standstill import Standstill
 from headway.launcher.agent.team_watch import SILENT_S
 
 _POLL_S = 0.1

@@ -116,9 +116,7 @@ class RunState:
             recording = stack.enter_context(record.recording(directory, world, config=self.pipe.config))
             self.directory = directory = recording.run
             warn_of_unread_sweep(self.pipe)
-            stack.enter_context(
-                feeding(directory, self.sinks, rank=world.rank, local_rank=world.local_rank)
-            )
+            stack.enter_context(feeding(directory, self.sinks, rank=world.rank, local_rank=world.local_rank))
             self._reporter = stack.enter_context(Reporter(directory, world, recording.events))
             if self.ledger_enabled:
                 self.ledger = stack.enter_context(LedgerWriter(directory, world, attempt=recording.attempt))

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from headway.data import Batch, CenterCrop, MultiCrop, RandomResizedCrop, ShardLoader, pack
-from headway.data.samples import cropper
 from headway.data.images.device.availability import missing_for_gpu
 from headway.data.images.exif import orientation, turn
+from headway.data.samples import cropper
 from headway.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).parent))

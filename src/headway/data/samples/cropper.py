@@ -83,7 +83,10 @@ class ImageCropper:
         size = plain_jpeg_size(late[1], self._limits)
         if size is None:
             return
-        tag, key = orientation(late[1]) if self._transform.exif else 1, self._keys.of_transform(sample.location)
+        tag, key = (
+            orientation(late[1]) if self._transform.exif else 1,
+            self._keys.of_transform(sample.location),
+        )
         tables = draw_image(self._transform, key, *(size[::-1] if tag >= 5 else size))
         factor = largest_reduction(tables)
         while tag > 1 and (size[0] % factor or size[1] % factor):

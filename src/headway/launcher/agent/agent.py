@@ -29,10 +29,10 @@ from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
+from headway.launcher.agent.launch_records import Outcome
 from headway.launcher.agent.outcome import first_failure, is_crash, reason, record_failure, summary
 from headway.launcher.agent.process import RankProcess, start_rank, work_in_child
 from headway.launcher.agent.scratch import scratch_directory
-from headway.launcher.agent.launch_records import Outcome
 from headway.launcher.agent.team import Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
