@@ -32,8 +32,8 @@ from headway.errors import (
     StorageError,
     UsageError,
 )
-from headway.launcher import launch_function
-from headway.launcher.functions import pickled, start, worker
+from headway.launcher import job_start as start, launch_function
+from headway.launcher.functions import pickled, worker
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
 from headway.run.status import record_end, status
