@@ -224,7 +224,7 @@ def test_only_sources_that_both_have_are_compared(tmp_path: Path) -> None:
         mix = hw.data.Mix(dict.fromkeys(words, 0.5), shards={name: str(tmp_path / name) for name in words})
         made = Pipeline(name="mix", root=tmp_path / "runs")
         made.register_dataset("train", hw.data.ShardLoader(mix, batch_size=2))
-        made._run = Run.create(tmp_path / "runs")
+        made._state.directory = Run.create(tmp_path / "runs")
         return made
 
     saved: dict[str, Any] = {"run": {"fingerprints": compare_datasets(pipe(a="one", b="one"), None)}}
