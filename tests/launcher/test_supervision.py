@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from headway.errors import UsageError
+from headway.launcher.agent import agent as agent_module
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.environment import AgentPlacement, rank_environment
 from headway.launcher.agent.outcome import summary
@@ -125,6 +126,18 @@ def test_a_stop_request_that_comes_before_the_ranks_reaches_them(supervised: Sup
 
     lines = "hear(signal.SIGUSR2); wait_for(lambda: told); sys.exit(75 if told else 1)"
     assert supervised(lines, prepare=stop) == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_a_shell_has_ignored_ends_nothing(number: int, supervised: Supervised) -> None:
+    """nohup has SIGHUP ignored, and a script SIGINT for what it starts with `&`."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        lines = f"os.kill(agent, {number}); sys.exit(signal.getsignal({number}) != signal.SIG_IGN)"
+        assert supervised(lines) == 0, "a rank ignores what its agent ignores"
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -341,6 +354,8 @@ def test_the_checkpoint_of_step_0_is_no_progress(supervised: Supervised, tmp_pat
 def test_a_signal_between_two_rounds_is_not_lost(
     number: int, code: int, supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(agent_module, "handled_signals", list)  # the tests may run under nohup
+
     def agree(_: Team, decide: Callable[[], bool]) -> bool:
         assert decide()
         os.kill(os.getpid(), number)

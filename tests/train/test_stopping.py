@@ -336,6 +336,18 @@ def test_many_signals_are_one_stop(tmp_path: Path) -> None:
     ]
 
 
+def test_ctrl_c_stays_ignored_where_a_shell_has_it_ignored() -> None:
+    """As in what a script starts with `&`: Ctrl-C is for others."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop.handle_stop_signals(lambda _: None):
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @alone
 def test_a_second_ctrl_c_leaves_now(tmp_path: Path) -> None:
     class Twice(Traced):

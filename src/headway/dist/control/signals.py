@@ -20,7 +20,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -33,12 +33,30 @@ END_OF_TIME = "the end of the job's time"
 """by what a run is stopped that watches the clock itself, without a signal"""
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 """what the parent process of ranks passes on to them"""
+_OF_A_TERMINAL = (signal.SIGHUP, signal.SIGINT)
+"""what a shell makes programs ignore that must not end with their terminal, or by a Ctrl-C for others"""
 
 
 _END_WORKER = getattr(signal, "SIGRTMAX", signal.SIGKILL)
 """what a rank ends its workers with: no scheduler and no library sends it; macOS has no such signal"""
 BLOCKED_SIGNALS = {*STOP_SIGNALS, _END_WORKER}
 """what waits until a process that starts can ignore it"""
+
+
+def handled_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Returns those of these signals for which this process may install a handler: not what a shell made it ignore.
+
+    `nohup` has SIGHUP ignored, and a script SIGINT for what it starts with `&`. Requests to stop always have a handler:
+    it is headway that starts ranks with these ignored, until they can handle them.
+
+    >>> signal.SIGTERM in handled_signals(FORWARDED_SIGNALS)
+    True
+    """
+    return [
+        number
+        for number in numbers
+        if number not in _OF_A_TERMINAL or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 @contextmanager

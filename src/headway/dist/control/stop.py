@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from headway.dist.control.signals import END_OF_TIME, STOP_SIGNALS, replaced
+from headway.dist.control.signals import END_OF_TIME, STOP_SIGNALS, handled_signals, replaced
 from headway.system.retries import stop_requested
 
 MARGIN_S = 15.0
@@ -80,7 +80,7 @@ def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any
         if callable(users) and users is not signal.default_int_handler:
             users(number, frame)
 
-    for number in STOP_SIGNALS:
+    for number in handled_signals(STOP_SIGNALS):
         before[number] = signal.getsignal(number)
         signal.signal(number, handler)
     replaced.update(before)

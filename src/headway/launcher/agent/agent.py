@@ -25,7 +25,7 @@ import psutil
 
 from headway import schedulers
 from headway.checkpoint.format.directory import list_steps
-from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS
+from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS, handled_signals
 from headway.dist.failure import heartbeat
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
@@ -124,7 +124,8 @@ class Agent:
             return self._run_in(directory)
 
     def _run_in(self, directory: Path) -> int:
-        handlers = {number: signal.signal(number, self._forward) for number in FORWARDED_SIGNALS}
+        signals = handled_signals(FORWARDED_SIGNALS)
+        handlers = {number: signal.signal(number, self._forward) for number in signals}
         team = self._team or Team(directory, number=0, size=1)
         try:
             self._environ |= self._prepare()

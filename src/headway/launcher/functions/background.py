@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from headway.dist.control.signals import FORWARDED_SIGNALS
+from headway.dist.control.signals import FORWARDED_SIGNALS, handled_signals
 from headway.launcher.agent.agent import Agent
 from headway.launcher.functions.worker import Call
 from headway.launcher.targets import Local, Mpi
@@ -59,7 +59,7 @@ def _mpirun(target: Mpi, command: Sequence[str], environ: Mapping[str, str]) -> 
     def forward(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
-    for number in FORWARDED_SIGNALS:
+    for number in handled_signals(FORWARDED_SIGNALS):
         signal.signal(number, forward)
     code = process.wait()
     return code if code >= 0 else 128 - code
