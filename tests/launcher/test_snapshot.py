@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -63,6 +64,22 @@ def test_a_rewritten_history_and_a_deleted_repository(project: Path, run: Run) -
     shutil.rmtree(project)
     assert git(run.snapshot_dir, "show", "HEAD:model.py") == "size = 1"
     assert runs(run) == "v1 1\n"
+
+
+def test_an_older_git_will_do(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Ubuntu 20.04 is 2.25: `--no-write-fetch-head` came with 2.29, `--deduplicate` with 2.31."""
+    old = tmp_path / "bin" / "git"
+    old.parent.mkdir()
+    refuses = (
+        'case " $* " in *" --deduplicate "* | *" --no-write-fetch-head "*) exec git --no-such-option;; esac'
+    )
+    path = os.environ["PATH"]
+    old.write_text(f'#!/bin/sh\nPATH={shlex.quote(path)}\n{refuses}\nexec git "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{old.parent}:{path}")
+    take(run, "train.py")
+    assert run.info()["code"]["snapshot"]["note"] is None
+    assert runs(run) == "v1 1\n" and not (run.snapshot_dir / ".git" / "FETCH_HEAD").exists()
 
 
 def test_a_second_start_finds_the_first_copy(project: Path, run: Run) -> None:

@@ -52,6 +52,13 @@ def test_to_yaml_and_back(target: hw.Local | hw.Slurm | hw.Mpi, tmp_path: Path) 
     assert read_target(file) == target
 
 
+@pytest.mark.parametrize("time", ["12:00:00", "30:00", "1-12:00:00", "0:45:00", "90"])
+def test_a_time_needs_no_quotes(time: str, tmp_path: Path) -> None:
+    """YAML 1.1 reads 12:00:00 as 43200, and SLURM would take that for minutes."""
+    (tmp_path / "on.yaml").write_text(f"kind: slurm\nnodes: 2\ntime: {time}\n")
+    assert read_target(tmp_path / "on.yaml") == hw.Slurm(nodes=2, time=time)
+
+
 def test_defaults_are_not_written() -> None:
     assert hw.Slurm(nodes=2).to_dict() == {"kind": "slurm", "nodes": 2}
 

@@ -21,6 +21,7 @@ from typing import Any, final
 import yaml
 
 from headway.errors import UsageError, yaml_problem
+from headway.launcher.targets import parse_settings
 from headway.run import Run
 from headway.system import files
 from headway.system.jsonlines import parse_json
@@ -131,7 +132,7 @@ def _read(spec: str) -> list[Settings]:
         text = path.read_text()
         if path.suffix == ".csv":
             return _rows(path, list(csv.DictReader(text.splitlines(), strict=True)))
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else parse_settings(text)
     except OSError as error:
         raise UsageError(f"the sweep {spec!r} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:

@@ -34,6 +34,7 @@ _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?(\d+)")
 _NODES = re.compile(r"(\d+)(?:-(\d+))?")
+_BASE_60 = re.compile(r"[-+]?\d+(:[0-5]?\d)+(\.\d*)?")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _RESERVED_OPTIONS = (
     "job-name",
@@ -383,10 +384,28 @@ def from_dict(values: Mapping[str, Any]) -> Target:
     return found.from_dict(values)
 
 
+class _SettingsLoader(yaml.SafeLoader):
+    """Reads 12:00:00 as the text that it is: YAML 1.1 makes 43200 of it, and to SLURM that is a month of minutes."""
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
+        if kind is yaml.ScalarNode and implicit[0] and _BASE_60.fullmatch(value):
+            return "tag:yaml.org,2002:str"
+        return super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+
+
+def parse_settings(text: str) -> Any:
+    """The plain values of a YAML text, with times as they are written.
+
+    >>> parse_settings("time: 12:00:00")
+    {'time': '12:00:00'}
+    """
+    return yaml.load(text, Loader=_SettingsLoader)
+
+
 def read_target(path: Path) -> Target:
     """The target that a YAML file describes: `kind: slurm`, then its settings."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = parse_settings(path.read_text())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist

@@ -230,12 +230,12 @@ def _submodules(root: Path) -> dict[str, str]:
 
 
 def _names(root: Path, *options: str) -> list[str]:
-    """What `git ls-files` lists, each once."""
-    answer = git(root, "ls-files", "-z", "--deduplicate", *options, timeout_s=_GIT_TIMEOUT_S)
+    """What `git ls-files` lists, each once: a file in conflict has several entries."""
+    answer = git(root, "ls-files", "-z", *options, timeout_s=_GIT_TIMEOUT_S)
     if answer.code or answer.trouble:
         reason = answer.trouble or f"git ended with status {answer.code}"
         raise UsageError(f"git cannot list the files of {root}: {reason}; repair it, or use --dirty live")
-    return [os.fsdecode(name) for name in answer.out.split(b"\0") if name]
+    return list(dict.fromkeys(os.fsdecode(name) for name in answer.out.split(b"\0") if name))
 
 
 def _shortened(names: Iterable[str]) -> tuple[str, ...]:

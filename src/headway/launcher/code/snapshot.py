@@ -192,7 +192,7 @@ def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
     )
     steps = (
         ["init", "--quiet", "--template="],
-        [*fetch.split(), "--no-write-fetch-head", code.root.as_uri(), code.commit],
+        [*fetch.split(), code.root.as_uri(), code.commit],
         ["update-ref", "--no-deref", "HEAD", code.commit],
         ["read-tree", "HEAD"],
     )
@@ -200,6 +200,7 @@ def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
         if trouble := git(tree, *step, timeout_s=_FETCH_TIMEOUT_S).trouble:
             shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are all there
             return f"the commit itself could not be kept: {trouble}"
+    (tree / ".git" / "FETCH_HEAD").unlink(missing_ok=True)  # git before 2.29 cannot be told to write none
     return None
 
 

@@ -26,7 +26,9 @@ def pack(value: object, *, what: str) -> bytes:
     """
     try:
         return _dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # the classes are the user's, and so is what they raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UsageError(
             f"{what} cannot be sent to another process ({reason:.200}); leave out what belongs to this process, "
@@ -54,7 +56,7 @@ def pack_and_open(value: object, *, what: str) -> tuple[bytes, Any]:
 def _open(data: bytes, *, what: str) -> Any:
     try:
         return pickle.loads(data)
-    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, RuntimeError, TypeError) as error:
+    except Exception as error:  # as above, and what is damaged may look like anything
         raise HeadwayError(
             f"{what} cannot be opened here ({type(error).__name__}: {error}); send what both sides can import"
         ) from error
