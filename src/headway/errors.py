@@ -9,6 +9,8 @@
     ├── UnfitNodes                1    the nodes of a job were examined, and would break the run
     ├── BadShard                  1    a file is not a complete archive of samples
     ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
+    ├── UnfitNodes                1    the nodes of a job were examined, and would break the run
+    ├── SchedulerUnreachable      1    the scheduler could not be asked; nothing was submitted
     ├── IncompleteSubmission      1    a job may be in the queue, but submitting it did not end; its runs are kept
     ├── StorageError             74    the run's storage failed: disk full, read-only, input/output error
     │   └── RunLocked            74    another process is training in this run directory
@@ -103,6 +105,16 @@ class UnfitNodes(HeadwayError):
 
     job = hw.launch(train, on=hw.Slurm(nodes=4, doctor=True))
     print(job.wait(), job.status().why)                     # failed; the reason names the checks
+    """
+
+
+class SchedulerUnreachable(HeadwayError):
+    """Raised when a scheduler could not be asked to take a job, which is therefore not in its queue.
+
+    try:
+        job = hw.launch(train, on=hw.Slurm(nodes=2))
+    except hw.errors.SchedulerUnreachable:
+        ...                                                 # nothing was made: try again later
     """
 
 

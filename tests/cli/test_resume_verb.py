@@ -12,7 +12,7 @@ import warm
 
 import headway as hw
 from headway.cli import main
-from headway.run.status import record_end
+from headway.run.job_record import record_end
 
 SCRIPT = """
 import sys, torch

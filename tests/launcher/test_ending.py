@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import HeadwayError
 from headway.launcher import epilogue
 from headway.launcher.agent.agent import Agent
@@ -409,6 +410,21 @@ def end_of_the_job(_: Step, until: Callable[[], object]) -> StepEnd:
     os.kill(os.getpid(), signal.SIGTERM)
     assert until()
     return StepEnd(status=None)
+
+
+@pytest.mark.usefixtures("start")
+def test_a_request_to_stop_does_not_end_the_script(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scancel --full --signal=USR1` sends it to the script of a job as well as to its ranks."""
+
+    def requested(_: Step, until: Callable[[], object]) -> StepEnd:
+        for number in STOP_REQUESTS:
+            assert signal.getsignal(number) != signal.SIG_DFL
+            os.kill(os.getpid(), number)
+        assert not until()
+        return StepEnd(status=0)
+
+    monkeypatch.setattr(epilogue.Step, "wait", requested)
+    assert ended(run, 0, Slurm(), step=("--step", "1")) == 0
 
 
 DONE = (0, "", "")

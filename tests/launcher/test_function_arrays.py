@@ -21,7 +21,7 @@ from headway.errors import RankFailure, UsageError
 from headway.launcher import launch_function
 from headway.launcher.functions.exceptions import error_files, read_error, write_error
 from headway.launcher.job_start import BACKGROUND
-from headway.run.status import record_end
+from headway.run.job_record import record_end
 from headway.watch.runs import summarize
 
 WORK = """

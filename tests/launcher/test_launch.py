@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import json
@@ -36,7 +37,8 @@ from headway.launcher import job_start as start, launch_function
 from headway.launcher.functions import pickled, worker
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import JobFile, Program
-from headway.run.status import record_end, status
+from headway.run.job_record import record_end
+from headway.run.status import status
 from headway.schedulers.base import Queue
 from headway.system.locks import ProcessIdentity
 from headway.watch.runs import summarize
@@ -483,6 +485,28 @@ def test_a_pickle_that_others_could_have_written_stays_shut(tmp_path: Path) -> N
         os.chown(path, 65534, 65534)
         with pytest.raises(UsageError, match="belongs to another user, nobody"):
             pickled.unpack(path, what="it")
+
+
+class Shy:
+    """Opened, it fails with an error that pickle does not know."""
+
+    def __setstate__(self, state: object) -> None:
+        raise KeyError(state)
+
+    def __getstate__(self) -> object:
+        return "a key"
+
+
+def test_classes_may_raise_what_they_like(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"it cannot be sent to another process \(ValueError: ctypes objects"
+    ):
+        pickled.pack(ctypes.pointer(ctypes.c_int(1)), what="it")
+    path = tmp_path / "p"
+    path.write_bytes(pickled.pack(Shy(), what="it"))
+    path.chmod(0o600)
+    with pytest.raises(HeadwayError, match=r"it cannot be opened here \(KeyError: 'a key'"):
+        pickled.unpack(path, what="it")
 
 
 def test_a_damaged_pickle(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from headway.launcher.functions import background, pickled, worker
 from headway.launcher.functions.worker import Call
 from headway.launcher.job_start import restart
 from headway.launcher.program import JobFile, Program
-from headway.launcher.submit_script import Script, prepare_runs
+from headway.launcher.submit_script import Script, check_script
 from headway.launcher.targets import Local, Slurm
 from headway.run import Run
 from headway.run.choice import choose
@@ -212,13 +212,8 @@ PLACES: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "compiled kernels": (".", f"headway-{os.geteuid()}", keep_kernels),
     "call.json": ("call.json", "call.json", ownership.read_private),
     "pickles": ("p", "p", lambda path: pickled.unpack(path, what="it")),
-    "code to submit": ("root", "root", lambda root: _prepare(root)),
+    "code to submit": ("root", "root", lambda root: check_script(Script(name=__file__), root=root)),
 }
-
-
-def _prepare(root: Path) -> None:
-    with prepare_runs(Script(name=__file__), [], root=root):
-        raise Ran
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -231,10 +226,7 @@ def test_every_other_place_that_is_acted_on(name: str, tmp_path: Path) -> None:
         made.chmod(0o600)
     if name == "code to submit":
         made.mkdir(mode=0o700)
-        with pytest.raises(IndexError):
-            use(made)
-    else:
-        use(made)
+    use(made)
     for said in spoilt(tmp_path / place):
         with pytest.raises(UsageError, match=said):
             use(made)

@@ -16,14 +16,14 @@ import headway as hw
 from headway.cli import main, submit as verb
 from headway.cli.target_options import read_options
 from headway.doctor import job as doctor_job
-from headway.errors import HeadwayError, IncompleteSubmission, UsageError
+from headway.errors import HeadwayError, IncompleteSubmission, SchedulerUnreachable, UsageError
 from headway.launcher import enqueue, submit_script
 from headway.launcher.enqueue import check_target, note_job
 from headway.launcher.program import JobFile, Program, python_command
 from headway.launcher.submit_script import Script
 from headway.launcher.targets import ClusterTarget, Slurm
-from headway.run import Run
-from headway.run.status import record_end
+from headway.run import Run, source
+from headway.run.job_record import record_end
 from headway.schedulers.base import JobIds, Queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.system import files
@@ -194,7 +194,12 @@ def test_a_job_whose_answer_is_lost_keeps_its_runs(how: str, sbatch: Sbatch) -> 
         assert f"headway resume {newest[0].absolute()}" in str(error.value)
         script = Path(sbatch.submitted[-1][-1])
         assert script.exists() and all((run / "job.json").exists() for run in runs)
-        assert not list(Path("runs").glob("*/submitted.json"))
+        for run in runs:
+            now = hw.Job.open(run).status()
+            assert (now.state, now.over) == ("queued", False)
+            assert (
+                "has not said whether it took the job; if it is not in the queue: headway resume" in now.why
+            )
 
 
 @pytest.mark.parametrize("how", SUBMISSIONS)
@@ -204,7 +209,7 @@ def test_a_job_whose_number_cannot_be_noted_keeps_its_runs(
     written = files.write_atomic
 
     def full(path: Path, data: bytes, **options: Any) -> None:
-        if path.name == "submitted.json":
+        if path.name == "submitted.json" and b'"job_id"' in data:
             raise OSError(28, "No space left on device")
         written(path, data, **options)
 
@@ -230,6 +235,23 @@ def test_a_job_that_is_refused_leaves_nothing(
     assert not list(Path().glob("runs/*")) and len(sbatch.submitted) == 1
 
 
+@pytest.mark.parametrize("how", ["array", "function"])
+def test_a_controller_that_could_not_be_asked_leaves_nothing(how: str, sbatch: Sbatch) -> None:
+    """It never got the request, so there is no job that could need its runs."""
+    down = "Unable to contact slurm controller (connect failure)"
+    sbatch.answer = (1, "", f"sbatch: error: Batch job submission failed: {down}")
+    with pytest.raises(SchedulerUnreachable, match="SLURM's controller does not answer"):
+        SUBMISSIONS[how]()
+    assert not list(Path().glob("runs/*")) and not list(Path().glob("runs/.*")) and sbatch.submitted
+
+
+def test_what_cannot_be_noted_is_not_submitted(sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enqueue, "_write_submission", lambda *_, **__: no_space())
+    with pytest.raises(OSError, match="No space left"):
+        SUBMISSIONS["array"]()
+    assert not list(Path().glob("runs/*")) and not sbatch.submitted
+
+
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -244,10 +266,15 @@ def test_a_job_whose_answer_was_lost_is_found_when_it_starts_or_is_submitted_aga
         run = hw.run.runs_under("runs")[0]
         array = {} if task is None else {"array_job_id": "5", "array_task_id": str(task)}
         ids = JobIds(scheduler="slurm", job_id="7", **array)
+        assert main(["runs", "rm", "--yes", str(run.path)]) == 2, "its job would fail when it starts"
+        assert "may be in the queue" in capsys.readouterr().err
+        with pytest.raises(UsageError, match=r"the number of the job of .* is not known"):
+            hw.Job.open(run).cancel()
+        asked = run.submission_file.read_bytes()
         note_job(run, ids)
         found = JobIds.from_submission(json.loads(run.submission_file.read_text()))
         assert found is not None and found.number == ids.number
-        run.submission_file.unlink()
+        run.submission_file.write_bytes(asked)
     with monkeypatch.context() as full:
         full.setattr(files, "write_atomic", no_space)
         note_job(run, ids)  # and it trains
@@ -259,6 +286,40 @@ def test_a_job_whose_answer_was_lost_is_found_when_it_starts_or_is_submitted_aga
 
 
 # ---- arrays
+
+
+@pytest.mark.parametrize("how", ["array", "functions"])
+def test_git_is_asked_once_for_all_runs(how: str, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network file system it takes seconds to say what has changed, and a sweep has a thousand runs."""
+    asked: list[tuple[str, ...]] = []
+    git = source.git
+    monkeypatch.setattr(
+        source, "git", lambda cwd, *words, **more: asked.append(words) or git(cwd, *words, **more)
+    )
+    SUBMISSIONS[how]()
+    assert [words[0] for words in asked].count("status") == 1 and sbatch.submitted
+    states = [run.info()["code"] for run in hw.run.runs_under("runs")]
+    assert len(states) == 2 and all(state["commit"] and state["branch"] == "main" for state in states)
+
+
+def test_links_that_are_being_made_are_not_dead(sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may remove a run of the same root at any moment."""
+    make, link = files.make_dir, Path.symlink_to
+
+    def made(path: Path) -> None:
+        make(path)
+        enqueue.remove_dead_links(Path("runs"))
+
+    def linked(path: Path, *words: Any) -> None:
+        link(path, *words)
+        enqueue.remove_dead_links(Path("runs"))
+
+    monkeypatch.setattr(files, "make_dir", made)
+    monkeypatch.setattr(Path, "symlink_to", linked)
+    done = submit_script.submit(Script(name="train.py"), Slurm(array=("lr=1,2",)), root=Path("runs"))
+    links = Path(sbatch.submitted[-1][-1]).parent
+    assert [(links / str(index)).samefile(run.path) for index, run in enumerate(done.runs)] == [True] * 2
+    assert [path.name for path in Path("runs").glob(".*")] == [links.name]
 
 
 def test_each_run_of_an_array_has_a_script_that_may_be_submitted_by_hand(
@@ -291,7 +352,7 @@ def test_the_links_of_an_array_go_with_its_last_run(sbatch: Sbatch) -> None:
     for _ in range(2):
         done = submit_script.submit(Script(name="train.py"), Slurm(array=("lr=1,2",)), root=Path("runs"))
     links = Path(sbatch.submitted[-1][-1]).parent
-    for run, count in zip(done.runs, (2, 1), strict=True):
+    for run, count in zip(reversed(done.runs), (2, 1), strict=True):  # the first has the code of both
         record_end(run, 1)
         remove(run)
         assert len(list(Path("runs").glob(".array-*"))) == count
@@ -329,7 +390,31 @@ def test_a_run_whose_scheduler_does_not_answer_may_be_in_the_queue(
     assert f"{run.id} may be queued or running (" in said and "Unable to contact slurm controller" in said
     with pytest.raises(UsageError, match="may be queued or running"):
         hw.Job.open(run).resume()
+    assert main(["runs", "rm", "--yes", str(run.path)]) == 2 and run.path.exists()
+    assert f"{run.id} may be in the queue (" in capsys.readouterr().err
     assert len(sbatch.submitted) == 1
+
+
+def test_a_start_that_is_refused_leaves_the_last_end_as_it_was(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run,) = submit_script.submit(Script(name="train.py"), Slurm(), root=Path("runs")).runs
+    run.write_failure({"kind": "exception", "rank": 1, "step": 7, "error": "ValueError: too hot"})
+    record_end(run, 1)
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in run.path.glob("*.*")}
+
+    before = content()
+    for answer, code in (
+        ((1, "", "sbatch: error: no more jobs for you"), 2),
+        ((1, "", "sbatch: error: Unable to contact slurm controller (connect failure)"), 1),
+    ):
+        sbatch.answer = answer
+        assert main(["resume", str(run.path), "--nodes", "2"]) == code
+        assert content() == before
+    assert hw.Job.open(run).status().why == "rank 1 at step 7: ValueError: too hot"
+    assert capsys.readouterr().err.count("\n") == 2
 
 
 @pytest.mark.usefixtures("sbatch")

@@ -325,6 +325,8 @@ def begin(**facts):
     [
         pytest.param("begin(step_started=500)", 1, id="resumed, and crashed at once"),
         pytest.param("begin(step_started=500); save(501)", 2, id="resumed, and saved"),
+        pytest.param("begin()", 1, id="a loop of the user's own, which crashed at once"),
+        pytest.param("begin(); save(501)", 2, id="a loop of the user's own, which saved"),
         pytest.param("", 1, id="crashed before its attempt began"),
     ],
 )

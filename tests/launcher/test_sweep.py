@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from headway.cli import main
 from headway.errors import StorageError, UsageError
+from headway.launcher.agent.agent import Agent
 from headway.launcher.code import snapshot
 from headway.launcher.sweep import arguments, grid, join, label, member
 from headway.run import Run
@@ -30,6 +33,7 @@ def test_grid_keeps_order_and_spelling() -> None:
     ("name", "text", "expected"),
     [
         ("a.yaml", "lr: [1.0e-3, 2]\nseed: 1\n", [{"lr": "0.001", "seed": "1"}, {"lr": "2", "seed": "1"}]),
+        ("a.yaml", "at:\n- 12:30:00\n- 1:30\n", [{"at": "12:30:00"}, {"at": "1:30"}]),
         ("a.yaml", "- {lr: 1, seed: 2}\n- {lr: 3}\n", [{"lr": "1", "seed": "2"}, {"lr": "3"}]),
         (
             "a.json",
@@ -157,6 +161,31 @@ def test_a_run_of_a_sweep_on_this_machine_is_resumed(
     assert [row.status.state for row in summarize(runs)] == ["done", "done"]
     assert main(["resume", str(runs[0].path)]) == 2
     assert "is done: there is nothing to resume" in capsys.readouterr().err
+
+
+def test_an_agent_that_fails_is_the_end_of_its_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Agent) -> int:
+        raise StorageError("no space left for its directory")
+
+    (project / "train.py").touch()
+    monkeypatch.setattr(Agent, "run", fail)
+    assert main(["run", "--array", "lr=1,2", "train.py"]) == StorageError.exit_code
+    first, second = (row.status for row in summarize(resolve([label_of(project)])))
+    assert (first.state, second.state) == ("failed", "new")
+    assert first.why == "StorageError: no space left for its directory"
+
+
+def test_memory_that_others_take_meanwhile_ends_no_sweep(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether there is enough is checked once, before anything is made."""
+    (project / "train.py").touch()
+    free = iter([1 << 40])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=next(free, 0)))
+    assert main(["run", "--nproc", "2", "--array", "lr=1,2", "train.py"]) == 0
+    assert [row.status.state for row in summarize(resolve([label_of(project)]))] == ["done", "done"]
+    assert main(["run", "--nproc", "2", "--array", "lr=1,2", "train.py"]) == 2
+    assert len(list(project.glob("runs/*"))) == 2
 
 
 def test_a_sweep_that_cannot_begin_leaves_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

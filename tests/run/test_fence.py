@@ -28,9 +28,9 @@ from headway.record.ledger import LedgerContents, LedgerRow
 from headway.record.sinks.csv import Csv
 from headway.record.sinks.feeder import write_description
 from headway.run import Run
+from headway.run.job_record import record_end
 from headway.run.lock import Owner
 from headway.run.paths import RunPaths
-from headway.run.status import record_end
 from headway.system.locks import ProcessIdentity
 
 
@@ -202,7 +202,7 @@ _ALLOWED = {
     "train/evaluate/session.py": {"eval_dir", "eval_file"},
     # of a process that watches: who sends which alert; and of whoever supervises: when a job began and ended
     "record/alerts.py": {"alerts_dir", "alert_file"},
-    "run/starts.py": {"starts_file"},
+    "run/job_record.py": {"ended_file", "starts_file"},
     # after check_owner, is_ours or under the lock; rows of devices are fenced
     "record/devices/__main__.py": {"nodes_dir"},
     "record/sinks/feeder.py": {"sink_file"},
@@ -213,7 +213,6 @@ _ALLOWED = {
     "run/creation.py": {"config_file", "diff_file"},
     # fenced here
     "run/directory.py": {"config_file", "failure_file"},
-    "run/status.py": {"ended_file"},
     "run/rebuild.py": {"info_file"},
     # what a rank prints is part of its own attempt, also that it was replaced
     "record/rank_logs.py": {"log_file"},

@@ -17,7 +17,7 @@ from headway import cli
 from headway.errors import StorageError, UnreadableRun, UsageError
 from headway.run import Run, find_latest, find_runs, runs_under
 from headway.run.choice import choose
-from headway.run.status import record_end
+from headway.run.job_record import record_end
 from headway.system import files, jsonlines, ownership
 from headway.system.log import logger
 from headway.watch import runs as watched

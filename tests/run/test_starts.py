@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.run import Run
-from headway.run.starts import Start, read_starts, record_start
-from headway.run.status import record_end
+from headway.run.job_record import Start, read_starts, record_end, record_start
 from headway.watch.runs import summarize
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from headway.run import Run, lock
-from headway.run.status import Status, record_end, status
+from headway.run.job_record import record_end
+from headway.run.status import Status, check_over, status
 from headway.schedulers.base import JobIds, Queue
 from headway.schedulers.slurm.queue import job_status
 from headway.system.locks import ProcessIdentity
@@ -157,6 +158,23 @@ def test_a_job_that_is_queued_again_is_queued_whatever_its_last_attempt_says(run
     assert state(run, slurm(j12=("NODE_FAIL", ""))) == ("failed", "a node failed")
 
 
+def test_an_end_belongs_to_its_attempt_whatever_the_clocks_say(run: Run) -> None:
+    """A job that is requeued starts on another node, whose clock may be behind that of the last one."""
+    run.begin_attempt(world={})
+    record_end(run, 75)
+    ended = json.loads(run.ended_file.read_text())
+    run.ended_file.write_text(json.dumps(ended | {"time": "2099-01-01T00:00:00.000+00:00"}))
+    assert state(run)[0] == "stopped"
+    number = run.begin_attempt(world={})
+    assert run.info()["attempts"][0]["status"] == "stopped"
+    assert state(run)[0] == "lost", "the second was killed"
+    record_end(run, 143)
+    assert state(run)[0] == "interrupted"
+    ended = json.loads(run.ended_file.read_text())
+    run.ended_file.write_text(json.dumps(ended | {"time": "1999-01-01T00:00:00.000+00:00"}))
+    assert state(run)[0] == "interrupted" and ended["attempts"] == number
+
+
 def test_a_heartbeat_of_a_job_that_is_over_is_none(run: Run) -> None:
     """The node was lost: its owner has released nothing, and only its scheduler knows."""
 
@@ -220,6 +238,21 @@ def test_a_scheduler_that_does_not_answer_is_no_evidence(run: Run) -> None:
     assert not status(run, silent).over, "it may be queued again"
     run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
     assert status(run, silent).over
+
+
+def test_a_job_that_a_scheduler_was_asked_to_take_may_be_queued(run: Run) -> None:
+    submitted(run, scheduler="slurm")
+    found = status(run, NOBODY)
+    assert (found.state, found.certain, found.over) == ("queued", False, False)
+    assert found.why.endswith(f"if it is not in the queue: headway resume {run.id}")
+    check_over(run, found)  # so it may be started again
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    assert state(run)[0] == "queued", "it was stopped, and is started again"
+    with run.lock():
+        run.begin_attempt(world={})
+        assert state(run) == ("running", "")
+    record_end(run, 1)
+    assert state(run)[0] == "failed", "it has started, and could not note its number"
 
 
 def test_how_a_script_without_attempts_ended(run: Run) -> None:

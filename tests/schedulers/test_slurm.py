@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from headway import schedulers
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError, SchedulerUnreachable, UsageError
 from headway.launcher.targets import Slurm
 from headway.schedulers.base import JobIds, JobRequest, JobStatus, Queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
@@ -60,10 +61,13 @@ def test_sbatch_does_not_see_the_job_from_which_it_is_called() -> None:
         "SLURM_JOB_ID": "7",
         "SLURM_MEM_PER_NODE": "9",
         "SRUN_DEBUG": "3",
+        "HEADWAY_RUN": "/runs/x",
+        "HEADWAY_STAGED": "/scratch/of/that/node",
+        "HEADWAY_EARLIER_STARTS": "3",
     }
-    kept = {"SLURM_CONF": "/etc/x", "SLURM_CLUSTERS": "big", "SBATCH_ACCOUNT": "lab"}
+    kept = {"SLURM_CONF": "/etc/x", "SLURM_CLUSTERS": "big", "SBATCH_ACCOUNT": "lab", "HEADWAY_RUNS": "/runs"}
     seen = SlurmClient(around | kept).run("env").lines
-    assert {line for line in seen if line.startswith(("A=", "S"))} == {
+    assert {line for line in seen if line.startswith(("A=", "S", "HEADWAY_"))} == {
         "A=b",
         *(f"{name}={value}" for name, value in kept.items()),
     }
@@ -173,8 +177,74 @@ def test_refusals(said: str, settings: Any, sentence: str) -> None:
 
 def test_a_controller_that_is_down_is_no_mistake_of_the_user() -> None:
     error = refusal("sbatch: error: Unable to contact slurm controller", request(), SlurmClient())
-    assert type(error) is HeadwayError
+    assert type(error) is SchedulerUnreachable
     assert "does not answer" in str(error)
+
+
+FAILED = "sbatch: error: Batch job submission failed: "
+
+
+@pytest.mark.parametrize(
+    ("said", "may_be_queued"),
+    [
+        ("Unable to contact slurm controller (connect failure)", False),
+        ("Connection refused", False),
+        ("connect: Connection timed out\nUnable to contact slurm controller (connect failure)", False),
+        ("Unable to contact slurm controller (send failure)", True),
+        ("Unable to contact slurm controller (receive failure)", True),
+        ("Socket timed out on send/recv operation", True),
+        ("Zero Bytes were transmitted or received", True),
+    ],
+)
+def test_a_job_may_be_queued_only_if_a_controller_got_it(said: str, may_be_queued: bool) -> None:
+    slurm, _ = scheduler((1, "", FAILED + said))
+    with pytest.raises(HeadwayError) as error:
+        slurm.submit(request(), Path("job.sh"))
+    assert (type(error.value) is HeadwayError) == may_be_queued, "as the interface says"
+    assert isinstance(error.value, SchedulerUnreachable) != may_be_queued
+
+
+@pytest.mark.parametrize(
+    ("out", "number", "cluster"),
+    [
+        ("7\n", "7", None),
+        ("7;big\n", "7", "big"),
+        ("-----> Welcome to Big\n--> Verifying quota 12 ... OK\n7;big\n", "7", "big"),
+        ("12 nodes are free\n7\nhave fun\n", "7", None),
+    ],
+)
+def test_what_a_site_prints_beside_the_number_is_not_the_number(
+    out: str, number: str, cluster: str | None
+) -> None:
+    slurm, _ = scheduler((0, out, ""))
+    found = slurm.submit(request(), Path("job.sh"))
+    assert (found.job_id, found.cluster_name) == (number, cluster)
+
+
+def test_a_job_without_a_number_may_be_queued() -> None:
+    slurm, _ = scheduler((0, "Submitted batch job seven\n", ""))
+    with pytest.raises(
+        HeadwayError, match=r"did not print the number of the job, but .*; look with squeue"
+    ) as error:
+        slurm.submit(request(), Path("job.sh"))
+    assert type(error.value) is HeadwayError
+
+
+def test_answers_may_have_any_encoding() -> None:
+    answer = SlurmClient().run("printf", r"w\344hle eine Partition")
+    assert answer.code == 0 and answer.out.endswith("hle eine Partition")
+
+
+def test_an_array_is_checked_with_all_its_jobs() -> None:
+    wanted = dataclasses.replace(request(), is_array=True, array_size=2000)
+    slurm, client = scheduler(
+        (1, "", f"{FAILED}Invalid job array specification"), (0, "MaxArraySize            = 1001\n", "")
+    )
+    with pytest.raises(
+        UsageError, match=r"refuses an array of 2000 jobs: an array has at most 1001 jobs here"
+    ):
+        slurm.check(wanted)
+    assert "--array=0-1999" in client.asked[0]
 
 
 # As squeue 22.05 answers: --noheader --states=all --format=%T --jobs=ID

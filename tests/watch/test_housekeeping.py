@@ -18,6 +18,7 @@ from headway.cli import main
 from headway.errors import StorageError, UsageError
 from headway.record.sinks import Csv, feeding, replay
 from headway.run import Run
+from headway.run.job_record import record_end
 from headway.watch import housekeeping
 
 
@@ -64,6 +65,33 @@ def test_an_archive_has_every_byte_and_replaces_the_run(run: Run, capsys: pytest
     assert main(["runs", "archive", str(run.path), "--yes"]) == 2 and run.path.exists(), (
         "it has been archived"
     )
+
+
+def test_the_code_of_a_sweep_goes_with_its_last_run(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs of a sweep use the copy of the first one: a job that starts again would not find it."""
+    others = [Run.create(run.path.parent) for _ in range(2)]
+    run.snapshot_dir.mkdir()
+    facts = {
+        "from": str(tmp_path),
+        "directory": ".",
+        "script": None,
+        "python_path": [],
+        "added": [],
+        "left_out": [],
+    }
+    for each in (run, *others):
+        each.record_snapshot(facts | {"tree": "code/tree" if each == run else str(run.snapshot_dir)})
+    for verb in ("rm", "archive"):
+        assert main(["runs", verb, str(run.path), "--yes"]) == 2 and run.path.exists()
+        said = capsys.readouterr().err
+        assert f"{run.id} holds the code of runs that are not done (" in said and others[0].id in said
+    with pytest.raises(UsageError, match="holds the code of runs that are not done"):
+        housekeeping.remove(run)
+    record_end(others[0], 0)
+    assert main(["runs", "rm", str(run.path), str(others[1].path), "--yes"]) == 0, "the rest is done"
+    assert list(run.path.parent.iterdir()) == [others[0].path]
 
 
 def test_hard_links_are_archived(run: Run) -> None:

@@ -18,7 +18,7 @@ from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.run import Run, lock
 from headway.run.info import write_info
-from headway.run.status import record_end
+from headway.run.job_record import record_end
 from headway.schedulers.base import Queue
 from headway.system.locks import ProcessIdentity
 from headway.watch import comparison as comparing, runs as listing

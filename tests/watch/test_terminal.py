@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 from synthetic_run import make_run, row, write_rows
 
-from headway.cli import main
+from headway import schedulers
+from headway.cli import main, watch as verb
 from headway.run import Run, runs_under
+from headway.run.lock import Owner
 from headway.watch.terminal import Selection, charts, follow, layout
 from headway.watch.terminal.live import Watcher, read_keys
 from headway.watch.view import RunView, Snapshot
@@ -180,6 +182,28 @@ def test_a_run_that_was_killed_is_not_shown_before_the_newest(
     assert shown() == newest.id
     with killed.lock():  # it runs
         assert shown() == killed.id
+
+
+def test_the_first_screen_waits_neither_for_a_scheduler_nor_for_a_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of this machine come first, then those that may run on others."""
+    for _ in range(3):
+        make_run(tmp_path)
+    over, elsewhere, here = runs_under(tmp_path)
+    over.end_attempt(1, status="done", exit_code=0)
+    owner = Owner(host="n7", machine="another", pid=1, born="5", attempt=1, job=None, beat=3)
+    elsewhere.lock_dir.mkdir(exist_ok=True)
+    (elsewhere.lock_dir / "owner-00001.json").write_bytes(owner.record())
+    elsewhere.submission_file.write_text(json.dumps({"scheduler": "slurm", "job_id": "7"}))
+
+    def wait(*_: object) -> None:
+        raise AssertionError("the first screen waits")
+
+    monkeypatch.setattr(schedulers, "queue", wait)
+    monkeypatch.setattr(time, "sleep", wait)
+    with here.lock():
+        assert verb._running_first([over, elsewhere, here]) == [here, elsewhere, over]
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from headway.cli.screen import print_json, safe
 from headway.errors import DONE, UsageError
 from headway.run import Run
 from headway.system.text import format_bytes, plural
-from headway.watch.housekeeping import archive, check_idle, remove, size_of
+from headway.watch.housekeeping import archive, check_code, check_idle, remove, size_of
 from headway.watch.runs import resolve
 
 
@@ -80,9 +80,11 @@ def _parser(verb: str, description: str, examples: str) -> Parser:
 
 def _agreed(places: Sequence[str], root: str, what: str, *, yes: bool, dry_run: bool) -> Sequence[Run]:
     """Shows the runs with their sizes, and asks; returns those to work on. What is running is refused."""
-    runs = resolve(places, root)
+    # the copy of the code that the runs of a sweep share goes last
+    runs = sorted(resolve(places, root), key=lambda run: run.snapshot_dir.is_dir())
     for run in runs:
         check_idle(run)
+        check_code(run, leaving=runs)
     sizes = [size_of(run) for run in runs]
     for run, size in zip(runs, sizes, strict=True):
         print(safe(f"{format_bytes(size):>10}  {run.path}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.cli.parser import Parser, natural, positive
 from headway.errors import UsageError
-from headway.launcher.agent.agent import Agent
+from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.local_runs import run_smoke, run_sweep
 from headway.launcher.program import python_command
 from headway.launcher.submit_script import Script
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
         script = Script(name=options.script, args=options.args, module=options.module)
         return run_sweep(script, options.array, nproc=options.nproc)
     command = python_command(options.script, options.args, module=options.module)
+    check_nproc(options.nproc)
     if options.smoke:
         return run_smoke(command, nproc=options.nproc)
     return Agent(command, nproc=options.nproc, max_restarts=options.max_restarts).run()

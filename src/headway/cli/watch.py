@@ -16,6 +16,7 @@ from headway.errors import DONE, UsageError
 from headway.record.alerts import EVENTS, AlertChannels, AlertSender, alert_events
 from headway.run import Run, has_info, runs_under
 from headway.run.info import read_json
+from headway.schedulers.base import Queue
 from headway.system.log import logger
 from headway.watch.alerting import AlertWatch
 from headway.watch.runs import resolve, summarize
@@ -130,10 +131,19 @@ def _is_root(place: str | None) -> bool:
 
 
 def _running_first(runs: Sequence[Run]) -> Sequence[Run]:
-    """Sorts runs that are running to the front; of a run that was killed, its own record alone may still say so."""
-    said = summarize([run for run in runs if _is_said_to_run(run)])
-    running = {each.run.path for each in said if each.status.state == "running"}
-    return sorted(runs, key=lambda run: run.path not in running)
+    """Sorts runs that are running to the front; of a run that was killed, its own record alone may still say so.
+
+    A process of this machine is certain. For others, the first screen waits neither for a scheduler nor a heartbeat.
+    """
+    said_to_run = [run for run in runs if _is_said_to_run(run)]
+    unknown = Queue(note="the scheduler is not asked")
+    found = {each.run.path: each.status for each in summarize(said_to_run, queue=unknown, heartbeat_wait_s=0)}
+
+    def place(run: Run) -> int:
+        now = found.get(run.path)
+        return 2 if now is None or now.state != "running" else 0 if now.certain else 1
+
+    return sorted(runs, key=place)
 
 
 def _is_said_to_run(run: Run) -> bool:

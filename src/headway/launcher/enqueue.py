@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from headway import schedulers
-from headway.errors import HeadwayError, IncompleteSubmission, RunLocked, StorageError, UsageError
+from headway.errors import (
+    HeadwayError,
+    IncompleteSubmission,
+    RunLocked,
+    SchedulerUnreachable,
+    StorageError,
+    UsageError,
+)
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
 from headway.record.alerts import AlertChannels
@@ -26,10 +36,12 @@ from headway.system.log import logger
 
 _LINKS = ".array-"
 """how the names of directories with links to the runs of an array begin"""
+_NOT_SUBMITTED = (UsageError, SchedulerUnreachable)
+"""after these the job is not in the queue; after any other exception it may be"""
 
 
-def check_target(target: ClusterTarget, *, is_array: bool = False) -> None:
-    """Asks the scheduler whether such a job could run; `UsageError` says what is wrong with it."""
+def check_target(target: ClusterTarget, *, jobs: int = 1) -> None:
+    """Asks the scheduler whether such a job could run, or an array of so many; `UsageError` says what is wrong."""
     for path in target.pre:
         if not Path(path).exists():
             raise UsageError(
@@ -38,7 +50,8 @@ def check_target(target: ClusterTarget, *, is_array: bool = False) -> None:
     if target.alert:
         AlertChannels.from_environment()
     request = target.request(name="check", directory=Path("/run"), log=RELATIVE.job_log)
-    target.scheduler.check(replace(request, is_array=request.is_array or is_array))
+    is_array = request.is_array or jobs > 1
+    target.scheduler.check(replace(request, is_array=is_array, array_size=jobs if is_array else None))
 
 
 def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: ClusterTarget) -> JobIds:
@@ -51,6 +64,7 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
     '17'
     """
     scheduler = target.scheduler
+    submit = partial(_submit, runs, scheduler.name)
     for run, program in zip(runs, programs, strict=True):
         JobFile(program=program, target=target).write(run)
         _write_script(run, target)
@@ -58,13 +72,13 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
         run.check_private()  # the scheduler and the job read what others could have put there
     if not target.array and len(runs) == 1:
         request = _request(runs[0], target)
-        return _submit(runs, lambda: scheduler.submit(request, runs[0].job_script))
+        return submit(lambda: scheduler.submit(request, runs[0].job_script))
     with _linked(runs) as directory:
         array = target.request(name=runs[0].name, directory=directory, log=RELATIVE.job_log)
         array, script = replace(array, is_array=True), directory / runs[0].job_script.name
         with files.storage(f"write {script}"):
             files.write_atomic(script, scheduler.script(array).encode())
-        return _submit(runs, lambda: scheduler.submit_array(array, script, range(len(runs))), is_array=True)
+        return submit(lambda: scheduler.submit_array(array, script, range(len(runs))), is_array=True)
 
 
 def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]) -> JobIds:
@@ -95,7 +109,7 @@ def note_job(run: Run, ids: JobIds) -> None:
     known = JobIds.from_submission(read_json(run.submission_file) or {})
     if known is None:  # whoever submitted it could not note its number
         try:
-            _record(run, ids)
+            _record(run, ids, before=_jobs_before(run))
         except StorageError as error:  # the job can train all the same
             logger.warning("%s; lists of runs do not show job %s", error, ids.number)
         return
@@ -122,11 +136,44 @@ def set_end_aside(run: Run) -> None:
         run.set_failure_aside(len(run.info()["attempts"]))
 
 
+@contextmanager
+def keeping_end(run: Run) -> Iterator[None]:
+    """Puts back what a run says of its last job if the block is refused another one.
+
+    >>> with keeping_end(run):  # doctest: +SKIP
+    ...     set_end_aside(run)
+    ...     submit_runs([run], [program], target)
+    """
+    aside = run.old_failure_file(len(run.info()["attempts"]))
+    paths = (run.ended_file, run.failure_file, aside, run.job_file, run.job_script)
+    before = {path: _content(path) for path in paths}
+    try:
+        yield
+    except _NOT_SUBMITTED:
+        for path, content in before.items():
+            _put_back(path, content)
+        raise
+
+
+def _content(path: Path) -> bytes | None:
+    with files.storage(f"read {path}"), suppress(FileNotFoundError):
+        return files.read_regular(path)
+    return None
+
+
+def _put_back(path: Path, content: bytes | None) -> None:
+    with files.storage(f"write {path}"):
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            files.write_atomic(path, content)
+
+
 def _jobs_before(run: Run) -> list[str]:
     """The numbers of the jobs that a run has had so far."""
     earlier = read_json(run.submission_file) or {}
     last = JobIds.from_submission(earlier)
-    return [*earlier.get("before", ()), last.number] if last else []
+    return [*earlier.get("before", ()), *([last.number] if last else [])]
 
 
 def _request(run: Run, target: ClusterTarget) -> JobRequest:
@@ -140,31 +187,49 @@ def _write_script(run: Run, target: ClusterTarget) -> None:
         files.write_atomic(run.job_script, target.scheduler.script(_request(run, target)).encode())
 
 
-def _submit(runs: Sequence[Run], ask: Callable[[], JobIds], *, is_array: bool = False) -> JobIds:
-    """Asks the scheduler to take a job, and notes its ids; whatever is not a refusal may have left it in the queue."""
+def _submit(
+    runs: Sequence[Run], scheduler: str, ask: Callable[[], JobIds], *, is_array: bool = False
+) -> JobIds:
+    """Asks the scheduler to take a job, and notes its ids.
+
+    That it is asked is noted first: of a job whose answer is lost, its runs then say that it may be in the queue, also
+    if this process is killed.
+    """
     before = [_jobs_before(run) for run in runs]  # the job may start, and note itself, before we do
-    ids = None
+    earlier = [_content(run.submission_file) for run in runs]
+    ids: JobIds | None = None
+    asked = False
     try:
+        for run, numbers in zip(runs, before, strict=True):
+            _write_submission(run, {"scheduler": scheduler}, before=numbers)
+        asked = True
         ids = ask()
         for index, run in enumerate(runs):
             task = replace(ids, array_job_id=ids.job_id, array_task_id=str(index)) if is_array else ids
             _record(run, task, before=before[index])
     except BaseException as error:
-        if ids is None and isinstance(error, UsageError):
-            raise
-        why = (
-            str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}".rstrip(": ")
-        )
-        kept = f"{runs[0].path} is kept" if len(runs) == 1 else f"{runs[0].path} and the other runs are kept"
-        if ids is not None:
-            raise IncompleteSubmission(
-                f"job {ids.job_id} is in the queue, but {why}; {kept}, and the job notes its number when it starts"
-            ) from error
-        raise IncompleteSubmission(
-            f"the job may be in the queue: {why}; {kept}: if it is not there, headway resume {runs[0].path}"
-            + (", and each of the others" if len(runs) > 1 else "")
-        ) from error
+        if asked and (ids is not None or not isinstance(error, _NOT_SUBMITTED)):
+            raise _incomplete(runs, ids, error) from error
+        for run, content in zip(runs, earlier, strict=True):
+            with suppress(StorageError):  # a full disk, which is the error itself
+                _put_back(run.submission_file, content)
+        raise
     return ids
+
+
+def _incomplete(runs: Sequence[Run], ids: JobIds | None, error: BaseException) -> IncompleteSubmission:
+    """The error for a job that is in the queue, or may be, although submitting it failed."""
+    why = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    kept = f"{runs[0].path} is kept" if len(runs) == 1 else f"{runs[0].path} and the other runs are kept"
+    if ids is not None:
+        return IncompleteSubmission(
+            f"job {ids.job_id} is in the queue, but {why}; {kept}, and the job notes its number when it starts"
+        )
+    resume = f"headway resume {shlex.quote(str(runs[0].path))}"
+    more = ", and each of the others" if len(runs) > 1 else ""
+    return IncompleteSubmission(
+        f"the job may be in the queue: {why}; {kept}: if it is not there, {resume}{more}"
+    )
 
 
 def _record(run: Run, ids: JobIds, *, before: Sequence[str] = ()) -> None:
@@ -174,9 +239,12 @@ def _record(run: Run, ids: JobIds, *, before: Sequence[str] = ()) -> None:
         "job_id": ids.job_id if ids.array_task_id is None else ids.array_job_id,
         "array_task": None if ids.array_task_id is None else int(ids.array_task_id),
         "cluster": ids.cluster_name,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "before": list(before),
     }
+    _write_submission(run, facts, before=before)
+
+
+def _write_submission(run: Run, facts: Mapping[str, Any], *, before: Sequence[str]) -> None:
+    facts = {**facts, "time": datetime.now(UTC).isoformat(timespec="seconds"), "before": list(before)}
     with files.storage(f"write {run.submission_file}"):
         files.write_atomic(run.submission_file, json.dumps(facts, indent=2).encode())
 
@@ -185,19 +253,24 @@ def _record(run: Run, ids: JobIds, *, before: Sequence[str] = ()) -> None:
 def _linked(runs: Sequence[Run]) -> Iterator[Path]:
     """A directory whose entries 0, 1, ... lead to the runs: a scheduler knows the jobs of an array by number only.
 
-    It is removed if the block fails, unless the array may be in the queue.
+    It is removed if the block fails, unless the array may be in the queue. It has its name once all links are in it:
+    one without a run would be dead to `remove_dead_links`, in another process.
     """
-    directory = runs[0].path.parent / f"{_LINKS}{secrets.token_hex(4)}"
+    token = secrets.token_hex(4)
+    directory = runs[0].path.parent / f"{_LINKS}{token}"
+    staged = directory.with_name(f".headway-array-{token}.tmp")
     try:
         with files.storage(f"make {directory}"):
-            files.make_dir(directory)
+            files.make_dir(staged)
             for number, run in enumerate(runs):
-                (directory / str(number)).symlink_to(Path("..") / run.path.name)
+                (staged / str(number)).symlink_to(Path("..") / run.path.name)
+            staged.rename(directory)
         yield directory
     except IncompleteSubmission:
         raise
     except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
+        for each in (staged, directory):
+            shutil.rmtree(each, ignore_errors=True)
         raise
 
 

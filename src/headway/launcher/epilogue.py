@@ -21,16 +21,7 @@ from typing import Any
 
 from headway.dist.control.signals import END_OF_TIME, STOP_REQUESTS
 from headway.dist.failure.record import FailureRecord, describe_exit_status
-from headway.errors import (
-    DONE,
-    TERMINATED,
-    HeadwayError,
-    NoProgress,
-    NoValidCheckpoint,
-    Stopped,
-    StorageError,
-    UsageError,
-)
+from headway.errors import DONE, TERMINATED, HeadwayError, Stopped, StorageError, UsageError
 from headway.launcher.agent.launch_records import LaunchRecords, Outcome
 from headway.launcher.agent.outcome import is_crash, reason, summary
 from headway.launcher.enqueue import submit_successor
@@ -38,8 +29,10 @@ from headway.launcher.program import JobFile
 from headway.launcher.step import Step, StepEnd
 from headway.record.alerts import Alert, AlertChannels, AlertEvent, AlertSender, alert_events
 from headway.run import Run
+from headway.run.exit_codes import EXIT_CODES
 from headway.run.info import newest_step
-from headway.run.status import NOT_OF_A_RANK, ends_at_same_step, is_in_last_lines, record_end
+from headway.run.job_record import ends_at_same_step, is_in_last_lines, record_end
+from headway.run.status import NOT_OF_A_RANK
 from headway.schedulers.base import JobIds
 from headway.system.environment import EARLIER_STARTS
 from headway.system.limits import process_age_s
@@ -48,8 +41,6 @@ from headway.system.text import format_duration
 
 _RESTART_S = 60.0
 """how long agents may take to agree on another round"""
-_KEPT_CODES = tuple(each.exit_code for each in (StorageError, Stopped, NoValidCheckpoint, NoProgress))
-"""exit codes of agents that say what to do next, and with which their step ends, too"""
 _TIMED_OUT = (
     "the time limit of the job came before its ranks had stopped; give them more time by --signal-lead"
 )
@@ -116,13 +107,22 @@ def _ended_by_others(run: Run, job: JobFile, environ: Mapping[str, str]) -> bool
 
 @contextmanager
 def _noting_termination() -> Iterator[list[int]]:
-    """Collects SIGTERM instead of ending by it: at the time limit there is still something to do."""
+    """Collects SIGTERM instead of ending by it: at the time limit there is still something to do.
+
+    Requests to stop are for the ranks, and `scancel --full --signal` sends them to the job's script as well.
+    """
     signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    before = {number: signal.signal(number, _do_nothing) for number in STOP_REQUESTS}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
         yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _do_nothing(*_: object) -> None:
+    """Handles a signal; one that is ignored would stay ignored in the step that this process starts."""
 
 
 def _await_end(
@@ -263,35 +263,61 @@ def read_outcome(records: LaunchRecords, end: StepEnd, *, staging: bool = False)
     With `staging`, that step was to prepare the nodes: to examine them, or to copy data to them.
     """
     if end.lost and staging and not records.outcome():  # srun kills the others when one has failed
-        hosts = ", ".join(records.host(number) for number in end.lost)
-        error = f"{hosts} is lost: it was silent while the nodes were prepared for the ranks"
-        return {"exit_code": 1, "record": {"kind": "lost", "host": hosts, "error": error, "exit_code": 1}}
+        return _by_lost_nodes(records, end)
     if end.status is not None and not end.lost:
         if records.missing() and records.trouble:
             records.settle(_TROUBLE_S)
         elif records.ends():
             records.settle(_SETTLE_S)
-    outcome: Outcome = records.outcome() or {"exit_code": 0, "record": None}
-    ends, status = records.ends(), end.status
-    code = outcome["exit_code"] or max(ends.values(), default=0)
+    return _by_agents(records, end) or _by_status(end.status, staging=staging) or _by_ranks(records, end)
+
+
+def _by_lost_nodes(records: LaunchRecords, end: StepEnd) -> Outcome:
+    """The outcome of a preparation during which nodes fell silent."""
+    hosts = ", ".join(records.host(number) for number in end.lost)
+    error = f"{hosts} is lost: it was silent while the nodes were prepared for the ranks"
+    return {"exit_code": 1, "record": {"kind": "lost", "host": hosts, "error": error, "exit_code": 1}}
+
+
+def _by_agents(records: LaunchRecords, end: StepEnd) -> Outcome | None:
+    """What the agents have recorded; None if that does not explain the end of all of them."""
+    outcome: Outcome = records.outcome() or {"exit_code": DONE, "record": None}
+    ends = records.ends()
+    code = outcome["exit_code"] or max(ends.values(), default=DONE)
     # srun ends all agents by SIGTERM when one of them fails, as SLURM does when the job must go: only in the second
     # case does each of them leave a record
-    if code not in (DONE, TERMINATED) or len(ends) == records.size:
-        return _by_killed_agent(records, end, outcome.get("record")) or outcome | {"exit_code": code}
+    if code in (DONE, TERMINATED) and len(ends) < records.size:
+        return None
+    return _by_killed_agent(records, end, outcome.get("record")) or outcome | {"exit_code": code}
+
+
+def _by_status(status: int | None, *, staging: bool) -> Outcome | None:
+    """What the exit status of the step says by itself; None if it is only that something has failed.
+
+    Without a status, the step was still running when the job had to end.
+    """
+    record: FailureRecord | None = {"sentence": "stopped before the ranks had started"}
     if status is None:
-        return {"exit_code": TERMINATED, "record": {"sentence": _TIMED_OUT}}
-    too_soon = {"sentence": "stopped before the ranks had started"}
-    if staging and status == TERMINATED:
-        return {"exit_code": TERMINATED, "record": too_soon}
-    # an agent that had only just been started had no handler yet, and the signal ended it
-    if status - 128 in STOP_REQUESTS or (staging and status == Stopped.exit_code):
-        return {"exit_code": Stopped.exit_code, "record": too_soon}
-    if status in _KEPT_CODES:  # the disk may be full, so that no agent could record its end
-        return {"exit_code": status, "record": None}
-    if staging:
+        code, record = TERMINATED, {"sentence": _TIMED_OUT}
+    elif staging and status in (TERMINATED, Stopped.exit_code):
+        code = status
+    elif status - 128 in STOP_REQUESTS:
+        # an agent that had only just been started had no handler yet, and the signal ended it
+        code = Stopped.exit_code
+    elif status in EXIT_CODES and status < 128:
+        # the disk may be full, so that no agent could record its end; above, the codes are those of signals, too
+        code, record = status, None
+    elif staging:
         how = describe_exit_status(status if status <= 128 else 128 - status)
         sentence = f"the step that prepares the nodes {how}; its output, above, says more"
-        return {"exit_code": 1, "record": {"kind": "staging", "sentence": sentence}}
+        code, record = 1, {"kind": "staging", "sentence": sentence}
+    else:
+        return None
+    return {"exit_code": code, "record": record}
+
+
+def _by_ranks(records: LaunchRecords, end: StepEnd) -> Outcome:
+    """What the ranks have agreed on, if their agents could not record it; else who was killed, as far as is known."""
     record = records.failure()
     if record and record["kind"] != "vanished":
         return {"exit_code": int(record["exit_code"]), "record": record}

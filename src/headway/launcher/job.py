@@ -27,7 +27,7 @@ from headway.launcher.functions.worker import Call
 from headway.launcher.job_start import BACKGROUND, restart
 from headway.run import Run
 from headway.run.info import newest_step, read_json
-from headway.run.status import State, Status, check_over, exit_code, status
+from headway.run.status import State, Status, check_over, exit_code, is_unanswered, status
 from headway.schedulers.base import JobIds
 from headway.system import files
 from headway.system.locks import ProcessIdentity
@@ -132,6 +132,8 @@ class Job:
         ids = JobIds.from_submission(submitted)
         if ids is not None:
             schedulers.load(ids.scheduler).cancel(ids)
+        elif is_unanswered(submitted):
+            raise UsageError(f"the number of the job of {self.id} is not known: look for it in the queue")
         elif ProcessIdentity.from_dict(submitted).is_alive() is None:
             raise UsageError(f"{self.id} runs on {submitted['host']}, not here: cancel it there")
         elif not self.status().over:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headway.errors import UsageError
 from headway.launcher.code import snapshot
-from headway.launcher.enqueue import check_target, set_end_aside, submit_runs
+from headway.launcher.enqueue import check_target, keeping_end, set_end_aside, submit_runs
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
@@ -73,14 +73,15 @@ def restart(run: Run, *, nodes: int | str | None = None) -> None:
             )
         target = replace(target, nodes=nodes)  # type: ignore[type-var]
         check_target(target)
-    with run.lock() as held:
-        if held.note:
-            logger.warning("%s", held.note)
-        set_end_aside(run)
-    if job and target:
-        submit_runs([run], [job.program], target)
-    else:
-        in_background(run, snapshot.load(run).directory)
+    with keeping_end(run):
+        with run.lock() as held:
+            if held.note:
+                logger.warning("%s", held.note)
+            set_end_aside(run)
+        if job and target:
+            submit_runs([run], [job.program], target)
+        else:
+            in_background(run, snapshot.load(run).directory)
 
 
 def _wait_for_all() -> None:

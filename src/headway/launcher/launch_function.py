@@ -28,6 +28,7 @@ from headway.launcher.job import Job
 from headway.launcher.job_start import BACKGROUND, in_background, worker_program
 from headway.launcher.targets import ClusterTarget, Local, Mpi
 from headway.run import Run
+from headway.run.source import describe
 from headway.system import environment, files
 
 Groups = Sequence[Sequence[int]] | None
@@ -113,10 +114,11 @@ class _Launch:
             sys_path=(),
         )
         runs: list[Run] = []
+        source = describe(Path.cwd())
         try:
             for _ in boxes:
                 command = ["headway.launch", called]
-                runs.append(Run.create(root, name=name or _run_name(called), command=command))
+                runs.append(Run.create(root, name=name or _run_name(called), command=command, source=source))
             if elements is not None:
                 sweep.join(runs, list(map(_settings, elements)))
             _start(runs, boxes, call, target, _code(runs, function, target))
@@ -242,7 +244,7 @@ def _check(function: object, target: object, groups: Groups, count: int) -> None
                 f"nodes={target.nodes!r}: a function has a result of each rank, so their number is fixed: give one "
                 "number of nodes, or submit a script with: headway submit"
             )
-        check_target(target, is_array=count > 1)
+        check_target(target, jobs=count)
     if isinstance(target, Local):
         check_nproc(target.nproc * count)  # on this machine they run at the same time
     if isinstance(target, Mpi) and shutil.which(target.mpirun) is None:

@@ -14,10 +14,9 @@ from headway.launcher import sweep
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.enqueue import set_end_aside
 from headway.launcher.program import Program
-from headway.launcher.submit_script import Script, make_program, prepare_runs
+from headway.launcher.submit_script import Script, check_script, make_program, prepare_runs
 from headway.run import Run
-from headway.run.starts import record_start
-from headway.run.status import record_end
+from headway.run.job_record import record_end, record_failed_start, record_start
 from headway.system import environment
 from headway.system.log import logger
 from headway.system.redact import REDACTED
@@ -31,10 +30,10 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     >>> run_sweep(Script(name="train.py"), ["lr=1e-3,3e-4"], nproc=2)  # doctest: +SKIP
     0
     """
-    settings = sweep.grid(specs)
+    settings, root = sweep.grid(specs), Path("runs")
     check_nproc(nproc)
-    world = {"world_size": nproc, "nodes": 1}
-    with prepare_runs(script, settings, root=Path("runs"), world=world) as (runs, notes):
+    name, world = check_script(script, root=root), {"world_size": nproc, "nodes": 1}
+    with prepare_runs(script, settings, root=root, name=name, world=world) as (runs, notes):
         for note in notes:
             logger.info(note)
     failed = DONE
@@ -60,7 +59,11 @@ def _agent_in(run: Run, program: Program) -> Agent:
 def _run_recorded(run: Run, agent: Agent) -> int:
     """Runs one of a sweep, and records when it was started and how it ended; returns its exit code."""
     record_start(run)
-    code = agent.run()
+    try:
+        code = agent.run()
+    except BaseException as error:
+        record_failed_start(run, error)
+        raise
     record_end(run, code)
     return code
 
@@ -99,6 +102,7 @@ def local_program(run: Run) -> Program:
 
 def resume_here(run: Run, program: Program) -> int:
     """Runs a script again in its run directory, on this machine, where it was started; returns its exit code."""
+    check_nproc(program.nproc)
     agent = _agent_in(run, program)
     if sweep.member(run) is None:
         return agent.run()

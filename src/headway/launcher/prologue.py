@@ -20,7 +20,7 @@ from types import FrameType
 from headway.data.cache.staging import stage
 from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import DONE, TERMINATED, HeadwayError, Stopped, UnfitNodes
-from headway.launcher.agent.agent import Agent
+from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.node import team_of
 from headway.launcher.agent.team import Team
 from headway.launcher.agent.team_watch import BEAT_S
@@ -107,6 +107,7 @@ def examination_command(run: Run, data: Sequence[str] = ()) -> list[str]:
 
 def _examine(run: Run, job: JobFile) -> None:
     """Starts ranks on all nodes that examine them; raises `UnfitNodes` if they would break the run."""
+    check_nproc(job.program.nproc, "--ntasks-per-node")
     _, node = team_of(run, job, os.environ)
     directory = job.launch_directory(run, os.environ) / "doctor"
     code = Agent(

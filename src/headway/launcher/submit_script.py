@@ -21,6 +21,7 @@ from headway.launcher.program import Program, python_command
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run, check_name
 from headway.run.paths import RELATIVE
+from headway.run.source import describe
 from headway.schedulers.base import JobIds
 from headway.system import ownership
 from headway.system.text import shorten_list
@@ -67,8 +68,7 @@ class SubmittedJob:
 
 def dry_run(script: Script, target: ClusterTarget, *, root: Path, name: str | None = None) -> str:
     """The job script that `submit` would submit; nothing is made."""
-    name = _checked(script, name)
-    _check_root(root)
+    name = check_script(script, root=root, name=name)
     sweep.grid(target.array)
     path = root.absolute() / ("ARRAY" if target.array else f"{name}-DATE-TIME-XXXX")
     request = target.request(name=name, directory=path, log=RELATIVE.job_log)
@@ -82,10 +82,9 @@ def submit(
 
     >>> submit(Script(name="train.py"), Slurm(nodes=2), root=Path("runs"))  # doctest: +SKIP
     """
-    name = _checked(script, name)
-    _check_root(root)
+    name = check_script(script, root=root, name=name)
     settings = sweep.grid(target.array) if target.array else [{}]
-    check_target(target)
+    check_target(target, jobs=len(settings))
     with prepare_runs(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
         programs = [
             replace(make_program(run, script, values), nproc=target.nproc_per_node, env=dict(target.env))
@@ -100,25 +99,28 @@ def prepare_runs(
     settings: Sequence[sweep.Settings],
     *,
     root: Path,
-    name: str | None = None,
+    name: str,
     dirty: Dirty = "snapshot",
     world: object = None,
 ) -> Iterator[tuple[list[Run], list[str]]]:
-    """A run for each setting, with the code as it is now, and notes about it; `world` is what is known of the ranks.
+    """A run for each setting, with the code as it is now, and notes about it; `check_script` comes first.
+
+    `world` is what is known of the ranks.
 
     If the block fails, all are removed, unless a job that may be in the queue needs them (`IncompleteSubmission`).
 
-    >>> with prepare_runs(script, [{"lr": "1e-3"}], root=Path("runs")) as (runs, notes):  # doctest: +SKIP
+    >>> with prepare_runs(script, [{"lr": "1"}], root=Path("runs"), name="fit") as (runs, notes):  # doctest: +SKIP
     ...     start(runs)
     """
-    name = _checked(script, name)
     runs: list[Run] = []
-    _check_root(root)
     is_new = not root.exists()
+    source = describe(Path.cwd())
     try:
         for values in settings:
             command = [script.name, *sweep.arguments(script.args, values)]
-            runs.append(Run.create(root, name=name, config=values, command=command, world=world))
+            runs.append(
+                Run.create(root, name=name, config=values, command=command, world=world, source=source)
+            )
         if any(settings):
             sweep.join(runs, settings)
         yield runs, _pin(runs, script, dirty)
@@ -133,9 +135,14 @@ def prepare_runs(
         raise
 
 
-def _checked(script: Script, name: str | None) -> str:
-    """The name of its runs, once the script is known to be there."""
+def check_script(script: Script, *, root: Path, name: str | None = None) -> str:
+    """Refuses what could not run, before anything is made; returns the name of its runs.
+
+    >>> check_script(Script(name="train.py"), root=Path("runs"))  # doctest: +SKIP
+    'train'
+    """
     python_command(script.name, script.args, module=script.module)
+    _check_root(root)
     return check_name(name or script.run_name)
 
 

@@ -51,12 +51,18 @@ def config_text(config: object) -> str:
 
 
 def create_directory(
-    root: Path, *, name: str, config: object, command: Sequence[str] | None, world: object
+    root: Path,
+    *,
+    name: str,
+    config: object,
+    command: Sequence[str] | None,
+    world: object,
+    source: SourceState | None = None,
 ) -> Path:
     """Makes a new run directory under `root` and returns its path; see `Run.create`."""
     check_name(name)
     settings, world = to_plain(config), to_plain(world)
-    now, source = datetime.now().astimezone(), describe(Path.cwd())
+    now, source = datetime.now().astimezone(), source or describe(Path.cwd())
     info: Info = {
         "format": FORMAT,
         "id": None,

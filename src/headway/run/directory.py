@@ -9,15 +9,17 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, get_args
 
 from headway import schedulers
-from headway.errors import INTERRUPTED, TERMINATED, RunLocked, Stopped, UnreadableRun, UsageError
+from headway.errors import INTERRUPTED, RunLocked, UnreadableRun, UsageError
 from headway.run import lock as run_lock
 from headway.run.creation import check_name, config_text, create_directory
+from headway.run.exit_codes import EndState, state_of
 from headway.run.info import (
     format_time,
     has_info,
+    is_end_of,
     newest_step,
     read_end,
     read_info,
@@ -28,19 +30,14 @@ from headway.run.info import (
 from headway.run.paths import RunPaths
 from headway.run.plain import is_yaml, to_plain
 from headway.run.rebuild import named_run
+from headway.run.source import SourceState
 from headway.schedulers.base import JobIds
 from headway.system import files, ownership
 from headway.system.jsonlines import JsonLinesWriter
 from headway.system.log import logger
 from headway.system.redact import redact, redact_tree
 
-_ATTEMPT_ENDS = ("done", "failed", "stopped", "interrupted")
-_STATUS_BY_CODE = {
-    Stopped.exit_code: "stopped",
-    INTERRUPTED: "interrupted",
-    TERMINATED: "interrupted",
-}
-"""how an attempt ended whose supervisor knows the exit code; all others failed"""
+_ATTEMPT_ENDS = get_args(EndState)
 
 
 @final
@@ -70,13 +67,17 @@ class Run(RunPaths):
         config: object = None,
         command: Sequence[str] | None = None,
         world: object = None,
+        source: SourceState | None = None,
     ) -> Run:
         """Makes a new run directory under `root`, and `root` too if only that is missing.
 
-        `command` is the command line to record, this process's by default. An invalid name, settings that cannot be
-        written, or a root that cannot be used raise `UsageError` and leave nothing behind.
+        `command` is the command line to record, this process's by default, and `source` the state of the code, which
+        is asked once for many runs. An invalid name, settings that cannot be written, or a root that cannot be used
+        raise `UsageError` and leave nothing behind.
         """
-        path = create_directory(Path(root).absolute(), name=name, config=config, command=command, world=world)
+        path = create_directory(
+            Path(root).absolute(), name=name, config=config, command=command, world=world, source=source
+        )
         return cls(path=path, id=path.name, name=name)
 
     @classmethod
@@ -231,7 +232,7 @@ class Run(RunPaths):
         for attempt in info["attempts"]:
             if attempt["status"] == "running":
                 attempt |= self.conclude_end(attempt)
-        number = len(info["attempts"]) + 1
+        number, saved = len(info["attempts"]) + 1, newest_step(self.path)
         info["attempts"].append(
             {
                 "number": number,
@@ -243,6 +244,7 @@ class Run(RunPaths):
                 "pid": os.getpid(),
                 **(job.to_dict() if (job := schedulers.detect()) else {"scheduler": None, "ids": {}}),
                 "world": redact_tree(to_plain(world)),
+                **({} if saved is None else {"newest_step": saved}),
             }
         )
         with files.storage(f"begin attempt {number} in {self.path}"):
@@ -272,12 +274,9 @@ class Run(RunPaths):
             interrupted = record.get("kind") == "interrupted"
             status, code = ("interrupted", INTERRUPTED) if interrupted else ("failed", 1)
             return {"status": status, "exit_code": record.get("exit_code") or code}
-        ended = read_end(self.ended_file) or {"time": "", "exit_code": 0}
-        if number == self._newest() and ended["time"] >= attempt["started"] and ended["exit_code"]:
-            return {
-                "status": _STATUS_BY_CODE.get(ended["exit_code"], "failed"),
-                "exit_code": ended["exit_code"],
-            }
+        ended = read_end(self.ended_file)
+        if ended and ended["exit_code"] and number == self._newest() and is_end_of(ended, attempt):
+            return {"status": state_of(ended["exit_code"]), "exit_code": ended["exit_code"]}
         return {"status": "lost", "exit_code": None}
 
     def _newest(self) -> int:
@@ -325,7 +324,7 @@ class Run(RunPaths):
             pid,
         )
         if is_killed and exit_code:  # a rank 0 that left with 0 in the middle of its attempt has not said how
-            status = _STATUS_BY_CODE.get(exit_code, "failed")
+            status = state_of(exit_code)
             self.end_attempt(len(attempts), status=status, exit_code=exit_code, why=why, step=step)
 
     def was_replaced(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,13 @@ def read_end(path: Path) -> dict[str, Any] | None:
             error = facts.get("error")
             return facts | {"error": error if isinstance(error, str) else None}
     return None
+
+
+def is_end_of(ended: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
+    """Returns whether ended.json is about the newest attempt of its run, and not about an earlier one.
+
+    It says how many attempts there were. One of an older version has only its time, by the clock of another node.
+    """
+    if isinstance(count := ended.get("attempts"), int):
+        return bool(count >= attempt["number"])
+    return bool(ended["time"] >= attempt["started"])

@@ -10,51 +10,26 @@ A process can be killed before it records its end, so a record that says "runnin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Literal, final
 
 from headway import schedulers
-from headway.errors import (
-    DONE,
-    INTERRUPTED,
-    TERMINATED,
-    HeadwayError,
-    NoProgress,
-    NoValidCheckpoint,
-    Stopped,
-    StorageError,
-    UsageError,
-)
+from headway.errors import DONE, UsageError
 from headway.run import Run, lock
-from headway.run.info import newest_step, read_end, read_json
-from headway.run.starts import record_exit
+from headway.run.exit_codes import EXIT_CODES, code_of, state_of
+from headway.run.info import read_json
+from headway.run.job_record import read_last_end
 from headway.schedulers.base import JobIds, JobStatus, Queue
-from headway.system import files
 from headway.system.locks import ProcessIdentity
 
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted", "cancelled", "lost", "new"]
 OVER: frozenset[State] = frozenset({"done", "failed", "stopped", "interrupted", "cancelled", "lost"})
 _RECORDED_ENDS = ("failed", "stopped", "interrupted")  # here the run recorded more than an exit code
-_CODE_MEANS = {
-    0: "it did not record by what",
-    Stopped.exit_code: "stopped with a checkpoint, and did not record by what",
-    StorageError.exit_code: "its storage failed",
-    NoValidCheckpoint.exit_code: "checkpoints exist, but none of them is valid",
-    NoProgress.exit_code: "three attempts made no new step",
-    INTERRUPTED: "interrupted by Ctrl-C",
-    TERMINATED: "ended by SIGTERM before it could save",
-}
 NOT_OF_A_RANK = ("lost", "agent", "step")
 """kinds of failure records whose error names who has failed: a node, its agent, or the step of the job"""
-_BY_CODE: Mapping[int, State] = {
-    0: "done",
-    Stopped.exit_code: "stopped",
-    INTERRUPTED: "interrupted",
-    TERMINATED: "interrupted",
-}
+_UNANSWERED = "the scheduler has not said whether it took the job; if it is not in the queue: headway resume"
 
 
 @final
@@ -92,7 +67,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if job and in_queue and not in_queue.is_over:
         held = _held_after_the_end(run, job, in_queue, attempts[-1]) if attempts else None
         return held or Status(state=in_queue.state, why=in_queue.why)
-    ended = _last_end(run, attempts)
+    ended = read_last_end(run, attempts)
     queue_why = in_queue.why if in_queue and in_queue.state == "failed" else ""  # such as its time limit
     recorded = None
     if attempts:
@@ -105,8 +80,10 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if ended:
         if recorded and recorded.state in _RECORDED_ENDS:
             return recorded
-        state = _BY_CODE.get(ended["exit_code"], "failed")
+        state: State = state_of(ended["exit_code"])
         return Status(state=state, why=_reason(run, state, ended["exit_code"], ended.get("error"), queue_why))
+    if is_unanswered(submitted) and (recorded is None or recorded.state != "running"):
+        return Status(state="queued", why=f"{_UNANSWERED} {run.id}", certain=False)
     if recorded and recorded.state != "lost":
         return recorded
     if in_queue:
@@ -116,10 +93,9 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     return recorded or process or Status(state="new")
 
 
-def _last_end(run: Run, attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Returns how the last start of a run ended; None if that is not recorded, or only of an earlier start."""
-    ended = read_end(run.ended_file)
-    return None if ended and attempts and ended["time"] < attempts[-1]["started"] else ended
+def is_unanswered(submitted: Mapping[str, Any]) -> bool:
+    """Returns whether a scheduler was asked to take the job of a run, and its answer was lost, or is yet to come."""
+    return "scheduler" in submitted and "job_id" not in submitted
 
 
 def _held_after_the_end(
@@ -178,8 +154,11 @@ def _reason(run: Run, state: State, code: int | None, *said: str | None) -> str:
     if state not in _RECORDED_ENDS:
         return ""
     code = code if isinstance(code, int) else 0
-    known = next(filter(None, (_failure(run), *said)), None) or _CODE_MEANS.get(code)
-    return " ".join(str(known or f"exit code {code}").split())
+    if code in EXIT_CODES:
+        by_code = EXIT_CODES[code].why
+    else:
+        by_code = f"exit code {code}" if code else "it did not record by what"
+    return " ".join(str(next(filter(None, (_failure(run), *said)), by_code)).split())
 
 
 def _process(submitted: Mapping[str, Any]) -> Status | None:
@@ -220,34 +199,10 @@ def describe_failure(record: Mapping[str, Any]) -> str:
     return " ".join(f"{who}{record.get('error')}".split())
 
 
-def record_end(run: Run, code: int, *, error: str | None = None) -> None:
-    """Records that the job of a run ended; called by its supervisor, which knows the exit code.
-
-    Nothing is recorded if another process trains in the run: this job was refused, or has been replaced.
-    """
-    if not run.is_ours():
-        return
-    record_exit(run, code)
-    now = datetime.now(UTC)
-    facts = {
-        "exit_code": code,
-        "time": now.isoformat(timespec="milliseconds"),
-        "error": error,
-        "exit_s": _since_last_attempt(run, now),
-    }
-    # nothing was saved at the end, or nothing was left to save
-    if code == TERMINATED or (code == Stopped.exit_code and is_in_last_lines(run)):
-        step, before = newest_step(run.path), read_json(run.ended_file) or {}
-        same = "newest_step" in before and before["newest_step"] == step
-        facts |= {"newest_step": step, "same_step_ends": before["same_step_ends"] + 1 if same else 1}
-    with files.storage(f"write {run.ended_file}"):
-        files.write_atomic(run.ended_file, json.dumps(facts).encode())
-
-
 def check_over(run: Run, now: Status) -> None:
     """Raises `UsageError` unless a run is known to be over, and so may be started again."""
-    if now.over:
-        return
+    if now.over or (now.state == "queued" and is_unanswered(read_json(run.submission_file) or {})):
+        return  # whoever asks for a start has been told to look into the queue first
     if now.certain or now.state == "running":
         raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")
     raise UsageError(
@@ -257,42 +212,7 @@ def check_over(run: Run, now: Status) -> None:
 
 def exit_code(run: Run, now: Status) -> int:
     """Returns the exit code of a run that is over: as its supervisor recorded it, else one that says its state."""
-    ended = _last_end(run, run.info()["attempts"])
+    ended = read_last_end(run, run.info()["attempts"])
     if ended and (ended["exit_code"] == DONE) == (now.state == "done"):
         return int(ended["exit_code"])
-    return next((code for code, state in _BY_CODE.items() if state == now.state), HeadwayError.exit_code)
-
-
-def exit_seconds(run: Run) -> float:
-    """Returns how long the last job took from the end of its attempt to the record of its own end; 0 if unknown.
-
-    So long before its time limit must a job have saved: ranks and agents end, and only then is it queued again.
-    """
-    return float((read_json(run.ended_file) or {}).get("exit_s") or 0.0)
-
-
-def ends_at_same_step(run: Run) -> int:
-    """Returns how many jobs of this run in a row were ended with the same newest checkpoint, or none, and no progress.
-
-    That is by SIGTERM before they had saved, or in the rest of the script of a finished run.
-    """
-    return int((read_json(run.ended_file) or {}).get("same_step_ends", 0))
-
-
-def is_in_last_lines(run: Run) -> bool:
-    """Returns whether the training of a run is done, and only the rest of its script is left."""
-    last = _last_attempt(run)
-    return last.get("status") == "done" and not last.get("script_ended", True)
-
-
-def _since_last_attempt(run: Run, now: datetime) -> float | None:
-    ended = _last_attempt(run).get("ended")
-    return round((now - datetime.fromisoformat(ended)).total_seconds(), 3) if ended else None
-
-
-def _last_attempt(run: Run) -> Mapping[str, Any]:
-    """Returns the newest attempt; empty also if run.json cannot be read: the end is recorded all the same."""
-    try:
-        return (run.info()["attempts"] or [{}])[-1]  # type: ignore[no-any-return]
-    except UsageError:
-        return {}
+    return code_of(now.state)

@@ -120,6 +120,8 @@ class JobRequest:
     nproc_per_node: int = 1
     """the number of ranks that an agent starts on its node"""
     is_array: bool = False
+    array_size: int | None = None
+    """how many jobs the array has, for `Scheduler.check`"""
     array_limit: int | None = None
     """how many jobs of the array may run at once"""
     signal_lead_s: int = 120
@@ -241,7 +243,8 @@ class Scheduler(ABC):
     def submit(self, request: JobRequest, script: Path) -> JobIds:
         """Submits a job that runs `script`, which holds what `script(request)` gave.
 
-        `UsageError` says that the scheduler refuses it; after any other exception the job may be in the queue.
+        `UsageError` says that the scheduler refuses it, `SchedulerUnreachable` that it could not be asked; after any
+        other exception the job may be in the queue.
         """
 
     @abstractmethod

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from headway.errors import StorageError, UsageError
 from headway.launcher.enqueue import remove_dead_links
-from headway.run import Run
+from headway.run import Run, runs_under
 from headway.system import files, ownership
-from headway.watch.runs import summary_of
+from headway.system.text import shorten_list
+from headway.watch.runs import summarize, summary_of
 
 _BUSY = ("running", "queued")
+_NAMED = 3
+"""how many runs a refusal names"""
 
 
 def size_of(run: Run) -> int:
@@ -32,8 +36,35 @@ def size_of(run: Run) -> int:
 def check_idle(run: Run) -> None:
     """Raises `UsageError` if a run is running, or queued, or cannot be known not to be."""
     now = summary_of(run).status
+    if not now.certain and now.state != "running":
+        by_hand = f"rm -r {shlex.quote(str(run.path))}"
+        raise UsageError(
+            f"{run.id} may be in the queue ({now.why}); once you know that it is not there: {by_hand}"
+        )
     if now.state in _BUSY:
         raise UsageError(f"{run.id} is {now.state}: wait until it has ended, or stop it first")
+
+
+def check_code(run: Run, *, leaving: Sequence[Run] = ()) -> None:
+    """Raises `UsageError` if runs that are not done need the copy of the code in this one, which their sweep shares.
+
+    `leaving` are the runs that are removed together with it.
+    """
+    if not run.snapshot_dir.is_dir():
+        return
+    gone = {run.path, *(each.path for each in leaving)}
+    users = [each for each in runs_under(run.path.parent) if each.path not in gone and _uses_code(each, run)]
+    open_runs = [each.run.id for each in summarize(users) if each.status.state != "done"]
+    if open_runs:
+        raise UsageError(
+            f"{run.id} holds the code of runs that are not done ({shorten_list(open_runs, _NAMED)}): remove all of "
+            "them together, or wait for these"
+        )
+
+
+def _uses_code(run: Run, holder: Run) -> bool:
+    tree = ((run.info().get("code") or {}).get("snapshot") or {}).get("tree")
+    return isinstance(tree, str) and Path(tree).resolve() == holder.snapshot_dir.resolve()
 
 
 def remove(run: Run) -> None:
@@ -100,6 +131,7 @@ def _idle(run: Run) -> Iterator[None]:
     if run.path.is_symlink():
         raise UsageError(f"{run.path} is a link: give the run itself, {run.path.resolve()}")
     check_idle(run)
+    check_code(run)
     with run.lock():
         yield
 

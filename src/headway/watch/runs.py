@@ -21,7 +21,7 @@ from headway.errors import HeadwayError, UsageError
 from headway.launcher import sweep
 from headway.run import Run, find_runs, lock, own_runs, runs_under
 from headway.run.info import DAMAGED, read_json
-from headway.run.starts import Start, last_output, read_starts
+from headway.run.job_record import Start, last_output, read_starts
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system import jsonlines

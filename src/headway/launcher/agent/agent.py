@@ -91,7 +91,6 @@ class Agent:
         team_poll_s: float = _TEAM_POLL_S,
         repeat_s: float = _REPEAT_S,
     ) -> None:
-        check_nproc(nproc)
         self._command = list(command)
         self._nproc = nproc
         self._environ = dict(environ)
@@ -223,9 +222,11 @@ class Agent:
             attempts = Run.open(self._environ[environment.RUN]).info()["attempts"]
         except HeadwayError:
             return 0
-        if attempts and attempts[-1].get("pid") != self._pids.get(0):
+        last = attempts[-1] if attempts else {}
+        if last and last.get("pid") != self._pids.get(0):
             return self._newest_step() or 0  # rank 0 has not begun one, and so has saved nothing
-        return int(attempts[-1].get("step_started", 0)) if attempts else 0
+        # a loop of the user's own does not say where it resumed: from the newest checkpoint that there was, at best
+        return int(last.get("step_started", last.get("newest_step", 0)))
 
     def _round(self, team: Team, placement: AgentPlacement, beats: Path) -> Outcome:
         """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""

@@ -10,12 +10,12 @@ from headway import schedulers
 from headway.dist.environment import detect
 from headway.dist.rendezvous import file_rendezvous
 from headway.errors import UsageError
-from headway.launcher.agent.agent import Agent
+from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.team import Team
 from headway.launcher.enqueue import note_job
 from headway.launcher.program import JobFile
 from headway.run import Run
-from headway.run.starts import record_start
+from headway.run.job_record import record_start
 from headway.schedulers.base import AllocatedNode
 from headway.system import environment
 
@@ -29,6 +29,11 @@ def run_submitted(path: str) -> int:
         ids = job.ids(os.environ)
         note_job(run, ids)
         record_start(run, job=ids.number)
+
+    def prepare() -> Mapping[str, str]:  # by the agent, which records why it cannot start its ranks
+        check_nproc(job.program.nproc, "--ntasks-per-node")
+        return job.staged_environment()
+
     return Agent(
         job.program.command,
         nproc=job.program.nproc,
@@ -38,7 +43,7 @@ def run_submitted(path: str) -> int:
         host=node.host,
         report=False,
         max_restarts=job.target.max_restarts,
-        prepare=job.staged_environment,
+        prepare=prepare,
     ).run()
 
 
@@ -51,6 +56,7 @@ def team_of(run: Run, job: JobFile, environ: Mapping[str, str]) -> tuple[Team, A
 
 def run_here(command: Sequence[str], *, nproc: int, max_restarts: int = 0) -> int:
     """Runs a command on this node; under srun or mpirun together with the agents of the other nodes."""
+    check_nproc(nproc)
     place = detect()
     if place.launcher in ("headway", "torchrun"):
         raise UsageError(

@@ -11,30 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from headway.dist.failure.record import FailureRecord, describe_exit_status, format_cause, is_native_crash
-from headway.errors import (
-    INTERRUPTED,
-    TERMINATED,
-    HeadwayError,
-    NoProgress,
-    NoValidCheckpoint,
-    Stopped,
-    StorageError,
-)
+from headway.errors import HeadwayError
 from headway.run import Run
+from headway.run.exit_codes import EXIT_CODES
 from headway.run.status import describe_failure
 from headway.system import files
 from headway.system.jsonlines import parse_json
 from headway.system.log import logger
 
-_NOT_CRASHES = {
-    Stopped.exit_code: "stopped with a checkpoint; the same command resumes from it",
-    StorageError.exit_code: "the run's storage failed; the output above says how",
-    NoValidCheckpoint.exit_code: "checkpoints exist, but none of them is valid; the output above says more",
-    NoProgress.exit_code: "three attempts made no new step; look at the output above before you try again",
-    INTERRUPTED: "interrupted by Ctrl-C",
-    TERMINATED: "stopped by SIGTERM",
-}
-"""exit codes that need no failure report, each with its sentence"""
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 """signals that others send: the output of the process cannot say why"""
 _TAIL_LINES, _TAIL_BYTES = 8, 8192
@@ -49,8 +33,8 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
     """The report that is printed last."""
     code, record = int(outcome["exit_code"]), outcome.get("record")
     sentence = (record or {}).get("sentence")
-    if code in _NOT_CRASHES:
-        return f"headway: {sentence or _NOT_CRASHES[code]}\n"
+    if code in EXIT_CODES:
+        return f"headway: {sentence or EXIT_CODES[code].sentence}\n"
     if record and record["kind"] in ("staging", "doctor"):  # there were no ranks yet
         return f"headway: {sentence}\n"
     if not record:
@@ -64,7 +48,7 @@ def reason(outcome: Mapping[str, Any]) -> str:
     code, record = int(outcome["exit_code"]), outcome.get("record") or {}
     if record.get("sentence"):
         return str(record["sentence"])
-    if not record.get("error") or (code in _NOT_CRASHES and record["kind"] == "exit"):
+    if not record.get("error") or (code in EXIT_CODES and record["kind"] == "exit"):
         return ""
     return describe_failure(record)
 
@@ -81,7 +65,7 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
                 is_native_crash(status) and record["rank"] and record.get("failure_file")
             ):  # rank 0's is on the screen
                 record["output"] = _end_of_log(Path(record["failure_file"]).parent, record["rank"])
-            if status in _NOT_CRASHES:
+            if status in EXIT_CODES:
                 record["exit_code"] = status
             _complete(record)
         return record
@@ -93,7 +77,7 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
         "pid": pids[rank],
         "error": describe_exit_status(status),
         "hint": None if -status in _FROM_OUTSIDE else "its own output, above, says why",
-        "exit_code": status if status in _NOT_CRASHES else 1,
+        "exit_code": status if status in EXIT_CODES else 1,
     }
 
 

@@ -18,8 +18,7 @@ from headway.launcher.agent.agent import Agent
 from headway.launcher.functions.worker import Call
 from headway.launcher.targets import Local, Mpi
 from headway.run import Run
-from headway.run.starts import record_start
-from headway.run.status import record_end
+from headway.run.job_record import record_end, record_failed_start, record_start
 from headway.system import environment
 from headway.system.log import install_handler
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             code = Agent(command, nproc=target.nproc, environ=environ).run()
     except BaseException as error:
-        record_end(run, 1, error=f"{type(error).__name__}: {error}")
+        record_failed_start(run, error)
         raise
     record_end(run, code)
     return code

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+from headway.system.environment import EARLIER_STARTS, HEARTBEAT, RENDEZVOUS, RUN, SMOKE, STAGED
+
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+_OF_A_JOB = (RUN, SMOKE, STAGED, RENDEZVOUS, HEARTBEAT, EARLIER_STARTS)
+"""what headway sets in one job, and a job that is submitted from it must not inherit"""
 _NOT_INSTALLED, _TIMED_OUT = 127, 124
 
 
@@ -63,7 +67,7 @@ class SlurmClient:
         clean = {
             name: value
             for name, value in self._environ.items()
-            if name in _KEPT or not name.startswith(("SLURM_", "SRUN_"))
+            if name in _KEPT or not (name in _OF_A_JOB or name.startswith(("SLURM_", "SRUN_")))
         }
         try:
             done = subprocess.run(
@@ -72,6 +76,7 @@ class SlurmClient:
                 env=clean | dict(env or {}),
                 capture_output=True,
                 text=True,
+                errors="replace",  # a site's own messages may have another encoding
                 timeout=timeout_s,
                 check=False,
             )

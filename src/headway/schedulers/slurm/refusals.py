@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError, SchedulerUnreachable, UsageError
 from headway.schedulers.base import JobRequest
 from headway.schedulers.slurm.client import SlurmClient
 from headway.schedulers.slurm.script import node_range
@@ -22,7 +22,7 @@ def refusal(complaint: str, request: JobRequest, client: SlurmClient) -> Headway
         if re.search(pattern, complaint, re.IGNORECASE):
             return UsageError(explain(request, client))
     if re.search("unable to contact|connection refused|no controller", complaint, re.IGNORECASE):
-        return HeadwayError(
+        return SchedulerUnreachable(
             "SLURM's controller does not answer (see: scontrol ping); try again later, or ask the site"
         )
     if re.search("could not establish a configuration source", complaint, re.IGNORECASE):
@@ -80,6 +80,14 @@ def _feature(request: JobRequest, client: SlurmClient) -> str:
     return f"no node has the features {wanted!r}{_instead(wanted, sorted(found))}"
 
 
+def _array(request: JobRequest, client: SlurmClient) -> str:
+    found = re.search(r"MaxArraySize\s*=\s*(\d+)", client.run("scontrol", "show", "config").out)
+    most = (
+        f"at most {found[1]} jobs" if found else "fewer jobs (see: scontrol show config | grep MaxArraySize)"
+    )
+    return f"SLURM refuses an array of {request.array_size} jobs: an array has {most} here; leave some values out"
+
+
 def _limits(request: JobRequest, _: SlurmClient) -> str:
     time = request.options.get("time")
     wanted = f"{node_range(request)} nodes x {request.nproc_per_node} tasks" + (
@@ -95,6 +103,7 @@ _EXPLAINED: tuple[tuple[str, Callable[[JobRequest, SlurmClient], str]], ...] = (
     ("invalid qos", _qos),
     ("time limit (specification )?.*(invalid|exceeds)|invalid --time", _time),
     ("invalid feature", _feature),
+    ("invalid job array", _array),
     (
         "node configuration is not available|node count specification invalid|more processors|too many nodes",
         _nodes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +31,12 @@ _REQUEUE_TRIES, _REQUEUE_PAUSE_S = 5, 2.0
 _TRANSIENT = re.compile(
     "timed out|unable to contact|try again|temporarily|connection|communication", re.IGNORECASE
 )
-_LOST_ANSWER = re.compile("timed out|receive failure|zero bytes", re.IGNORECASE)
-"""what sbatch says when the controller has got its request, as far as it knows, and has not answered"""
+_LOST_ANSWER = re.compile(r"timed out|(send|receive|shutdown) failure|zero bytes", re.IGNORECASE)
+"""what sbatch says when the controller may have got its request, and has not answered"""
+_NEVER_ASKED = re.compile("connect failure|connection refused", re.IGNORECASE)
+"""what it says last if there was no controller that could have got it"""
+_NUMBER = re.compile(r"^(\d+)(?:;(\S+))?$", re.MULTILINE)
+"""the number and the cluster of a job, as --parsable has it; programs of a site may print lines of their own"""
 _LOOK = "look with squeue whether the job is there before you try again"
 _ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
 
@@ -122,7 +127,7 @@ class SlurmScheduler(Scheduler):
         return same and ids.restarts < ours.restarts
 
     def check(self, request: JobRequest) -> None:
-        tasks = submit_options(request, [0])[:1] if request.is_array else []
+        tasks = submit_options(request, range(request.array_size or 1))[:1] if request.is_array else []
         answer = self._sbatch("--test-only", *options(request), *tasks, stdin=job_script(request))
         if answer.code:
             raise refusal(answer.err, request, self._client)
@@ -182,7 +187,7 @@ class SlurmScheduler(Scheduler):
         return {"look": f"squeue --jobs {ids.number}", "cancel": f"scancel {ids.number}"}
 
     def submit_command(self, script: Path) -> str:
-        return f"sbatch {script}"
+        return f"sbatch {shlex.quote(str(script))}"
 
     def health(self, environ: Mapping[str, str]) -> Health | None:
         version = self._client.run("sinfo", "--version")
@@ -202,11 +207,17 @@ class SlurmScheduler(Scheduler):
         # the last of two options counts: a user's own --dependency was met when the job began that this one follows
         words = [*options(request), *submit_options(request, tasks), str(script)]
         answer = self._sbatch(*words, env=request.env)
-        if answer.code < 0 or (answer.code and _LOST_ANSWER.search(answer.err)):
+        lost = _LOST_ANSWER.search(answer.err) and not _NEVER_ASKED.search(answer.reason)
+        if answer.code < 0 or (answer.code and lost):
             raise HeadwayError(f"sbatch ended with {answer.reason!r}; {_LOOK}")
         if answer.code:
             raise refusal(answer.err, request, self._client)
-        job, _, cluster = answer.out.strip().partition(";")
+        found = _NUMBER.findall(answer.out)
+        if not found:
+            raise HeadwayError(
+                f"sbatch did not print the number of the job, but {answer.out!r:.200}; {_LOOK}"
+            )
+        job, cluster = found[-1]
         return JobIds(scheduler=self.name, job_id=job, cluster_name=cluster or None)
 
     def _sbatch(self, *words: str, stdin: str = "", env: Mapping[str, str] | None = None) -> SlurmAnswer:

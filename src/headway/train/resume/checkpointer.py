@@ -30,7 +30,7 @@ from headway.dist.shared_run import note_script
 from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError, UsageError
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
-from headway.run.status import exit_seconds
+from headway.run.job_record import exit_seconds
 from headway.system import files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
