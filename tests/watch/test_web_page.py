@@ -228,13 +228,15 @@ def show(site: Site, page: Page, place: str) -> None:
 def reload_unless_started(page: Page) -> None:
     """Loads a page again whose scripts did not come: a cluster of another test has added its network meanwhile, and a
     browser then gives up all that it is loading."""
+    # not `wait_for_function`: what it evaluates while it waits, the policy of the page forbids
+    started = page.locator("html[data-theme]")
     for _ in range(5):
         try:
-            page.wait_for_function("document.documentElement.dataset.theme", timeout=LIMIT_MS / 4)
+            started.wait_for(state="attached", timeout=LIMIT_MS / 4)
             return
         except TimeoutError:
             page.reload()
-    page.wait_for_function("document.documentElement.dataset.theme")
+    started.wait_for(state="attached")
 
 
 def run_place(run: Run, tab: str = "") -> str:
