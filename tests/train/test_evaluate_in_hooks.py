@@ -243,6 +243,51 @@ def test_a_loader_that_training_is_in_the_middle_of_is_refused(tmp_path: Path) -
         pipe.run()
 
 
+class EvaluatesFirst(Frozen):
+    """Evaluates on what it trains on, in the hooks that a resume within an epoch calls again."""
+
+    evaluated = 0
+
+    def step(self, batch: Any) -> Tensor:
+        self.evaluated += not self.training
+        return super().step(batch)
+
+    def pre_stage(self) -> None:
+        super().pre_stage()
+        self.evaluate_training()
+
+    def pre_epoch(self) -> None:
+        self.evaluate_training()
+
+    def evaluate_training(self) -> None:
+        if self.where:
+            before = self.evaluated
+            found = self.pipe.validate(self, {"seen": self.pipe.datasets["train"]}, weights="current")
+            assert self.evaluated - before == 11 and "seen/loss" in found, "all of it"
+
+
+@alone
+@pytest.mark.parametrize(("shuffle", "cuts"), [(False, (5, 16)), (True, (5,))])
+def test_a_hook_before_an_epoch_may_evaluate_on_what_resumes(
+    shuffle: bool, cuts: tuple[int, ...], tmp_path: Path
+) -> None:
+    def loader() -> hw.data.DataLoader:
+        return hw.data.DataLoader(dataset(), global_batch_size=BATCH, shuffle=shuffle)
+
+    settings: dict[str, Any] = {"val_every": "4 steps", "loader": loader}
+    truth = run_all(tmp_path / "truth", EvaluatesFirst, "", **settings)
+    assert_equal(run_all(tmp_path / "cut", EvaluatesFirst, "hooks", cuts, **settings), truth)
+
+
+@alone
+def test_an_evaluation_outside_of_a_run_is_not_timed(tmp_path: Path) -> None:
+    pipe = make(tmp_path, Traced())
+    pipe.validate(pipe.stages[0], "val", weights="current")
+    assert not pipe._state.timer.measuring and pipe._state.timer.take() == {}, (
+        "the first log point would have it"
+    )
+
+
 def test_the_time_of_an_evaluation_is_not_that_of_what_it_interrupts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

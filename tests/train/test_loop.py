@@ -218,6 +218,109 @@ def test_precision_and_determinism_last_as_long_as_the_stage(tmp_path: Path) -> 
 
 
 @alone
+def test_what_the_script_has_set_stays_set(tmp_path: Path) -> None:
+    """Kernels that only warn, and torch's newer setting of precision, after which it refuses to tell of the older."""
+    seen: list[tuple[bool, bool]] = []
+
+    class Look(Classify):
+        def train_step(self, batch: Any) -> Any:
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            seen.append((torch.are_deterministic_algorithms_enabled(), warns))
+            return super().train_step(batch)
+
+        def post_epoch(self) -> None:
+            self.pipe.validate(self, "val", weights="current")
+
+    pipe = make_pipe(tmp_path)
+    for name in ("train", "val"):
+        pipe.register_dataset(name, Batches(1))
+    pipe.append_stage(Look(deterministic=True), max_epochs=1, name="one")
+    pipe.append_stage(Look(), max_epochs=2, name="two")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        pipe.run()
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert seen == [(True, False), (True, True), (True, True)]
+
+
+class Merging(nn.Module):
+    """A part that is trained is merged into the weight in eval mode, and taken out in training, as in loralib."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(3, FEATURES, generator=generator), requires_grad=False)
+        self.low = nn.Parameter(torch.zeros(3, FEATURES))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if self.merged is mode:
+            self.weight.data += -self.low.data if mode else self.low.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight if self.merged else self.weight + self.low)
+
+
+@alone
+def test_a_module_that_changes_with_its_mode_is_told_of_it(tmp_path: Path) -> None:
+    """As by hand, where weights are averaged, too: `eval()` and `train()` see the averages."""
+    net, decay = Merging(), 0.5
+    optimizer, expected = sgd([net.low]), []
+    averages = {p: p.detach().clone() for p in net.parameters()}
+
+    def swap() -> None:
+        for weight, average in averages.items():
+            weight.data, averages[weight] = average, weight.data
+
+    for _ in range(2):
+        for x, y in Batches(3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            for weight, average in averages.items():
+                average.lerp_(weight.detach(), 1 - decay)
+        swap()
+        net.eval()
+        with torch.no_grad():
+            expected.append(F.cross_entropy(net(x), y).item())
+        net.train()
+        swap()
+    ours = Merging()
+    pipe = make_pipe(tmp_path, net=ours, ema=decay)
+    pipe.register_dataset("train", Batches(3))
+    pipe.register_dataset("val", [(x, y)])
+    pipe.append_stage(Classify(), max_epochs=2)
+    pipe.run()
+    assert pipe.history["val/loss"] == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(ours.low, net.low) and torch.equal(ours.weight, net.weight)
+
+
+@alone
+def test_a_frozen_model_keeps_the_mode_that_it_was_registered_in(tmp_path: Path) -> None:
+    modes: list[tuple[bool, bool]] = []
+
+    class Distill(Classify):
+        def step(self, batch: Any) -> Tensor:
+            modes.append((self.models["teacher"].training, self.models["net"].training))
+            return super().step(batch)
+
+    pipe = make_pipe(tmp_path, net=make_net().eval())  # as `from_pretrained` returns them
+    pipe.register_model("teacher", make_net().requires_grad_(False).eval())
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Distill(), max_epochs=1)
+    pipe.run()
+    assert modes == [(False, True)]
+
+
+@alone
 def test_only_half_precision_has_a_loss_scale_and_it_is_kept(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path)
     pipe.register_dataset("train", Batches(20))
@@ -537,6 +640,33 @@ def test_schedulers_by_epoch_and_on_a_plateau(tmp_path: Path) -> None:
     pipe.append_stage(Flat(), max_epochs=3)
     pipe.run()
     assert pipe.optimizers["sgd"].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@alone
+def test_a_scheduler_by_epoch_rests_while_another_stage_trains(tmp_path: Path) -> None:
+    class Only(Classify):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.trained = name
+
+        def optimizers(self) -> list[torch.optim.Optimizer]:
+            return [self.pipe.optimizers[self.trained]]
+
+    def halve(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    pipe, rates = make_pipe(tmp_path), list[list[float]]()
+    for name in ("head", "all", "both"):
+        pipe.register_optimizer(name, sgd, model="net", scheduler=halve, every="epoch")
+    pipe.register_dataset("train", Batches(1))
+    for name, epochs in (("head", 2), ("all", 1), ("both", 1)):
+        stage = Only(name)
+        stage.post_stage = lambda: rates.append(  # type: ignore[method-assign]
+            [pipe.optimizers[each].param_groups[0]["lr"] / 0.05 for each in ("head", "all", "both")]
+        )
+        pipe.append_stage(stage, max_epochs=epochs, name=name)
+    pipe.run()
+    assert rates == [[0.25, 1.0, 1.0], [0.25, 0.5, 1.0], [0.25, 0.5, 0.5]]
 
 
 class Auroc:

@@ -304,3 +304,34 @@ def test_alone_nobody_is_waited_for(alone: bool) -> None:
     timer.mark("wait")
     timer.mark("other")
     assert timer.take().keys() >= {"compute", "wait", "other"}, "what was under way has to end"
+
+
+class Event:
+    """A CUDA event by a clock that a test moves."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.now += 1.0
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at < Event.now  # the last one is under way
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_validation_of_any_length_keeps_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = timing.PhaseTimer(torch.device("cuda"))
+    for _ in range(10_000):
+        timer.mark("validation")
+        timer.mark("data")
+    assert len(timer._events) + len(timer._spare) <= timing._MOST_EVENTS
+    timer.mark("other")
+    timer.mark("other")
+    assert timer.take() == {"validation": 10_000.0, "data": 10_000.0}

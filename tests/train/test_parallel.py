@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from toys import FEATURES, Batches, Classify, make_pipe, warm_up
+from torch.nn.parallel import DistributedDataParallel
+from toys import FEATURES, Batches, Classify, make_net, make_pipe, warm_up
 
 import headway as hw
 from headway.errors import UsageError
@@ -403,6 +404,48 @@ def test_ddp_settings_reach_ddp(tmp_path: Path) -> None:
     assert (static.static_graph, unused.static_graph) == (True, False)
     assert (static.find_unused_parameters, unused.find_unused_parameters) == (False, True)
     assert static.bucket_bytes_cap == 2**20 != unused.bucket_bytes_cap
+
+
+@ranks(2)
+def test_a_wrapper_of_the_users_own_stays_as_it_is(tmp_path: Path) -> None:
+    """One that leaves each rank its own buffers: an evaluation uses rank 0's, and training goes on with its own."""
+
+    class Evaluates(Classify):
+        def post_epoch(self) -> None:
+            if self.epoch == 1:
+                self.found = self.pipe.validate(self, "val", weights="current")
+
+    buffers = []
+    for kind in (Classify, Evaluates):
+        own: Any = DistributedDataParallel(make_net(dropout=0.0))
+        own.broadcast_buffers = False
+        pipe = make_pipe(tmp_path, net=own)
+        assert pipe.models["net"] is own and pipe.registered_models["net"].evaluated is own.module
+        pipe.register_dataset("train", Batches(3, rank=hw.rank()))
+        pipe.register_dataset("val", Batches(2 + hw.rank()))
+        stage = kind(val_every=None)
+        pipe.append_stage(stage, max_epochs=2)
+        pipe.run()
+        buffers.append(own.module.norm.running_mean)
+    assert torch.equal(*buffers)
+    means = hw.all_gather_object(buffers[0].tolist())
+    assert means[0] != means[1]
+
+
+@ranks(2)
+def test_a_sharded_model_validates_with_the_buffers_that_are_saved(tmp_path: Path) -> None:
+    """Ranks have other statistics of their batches, and a checkpoint has rank 0's."""
+    pipe = make_pipe(tmp_path, net=make_net(), parallel=Fsdp())
+    pipe.register_dataset("train", Batches(3, rank=hw.rank()))
+    pipe.register_dataset("val", Batches(2, rank=hw.rank()))
+    stage = Classify()
+    pipe.append_stage(stage, max_epochs=1)
+    pipe.enable_checkpointing(tmp_path, background=False)
+    pipe.run()
+    means = hw.all_gather_object(pipe.registered_models["net"].bare.get_buffer("norm.running_mean").tolist())
+    assert means[0] != means[1]
+    found = pipe.validate(stage, weights="last")["val/loss"]
+    assert pipe.history["val/loss"] == [found]
 
 
 @pytest.mark.usefixtures("alone")

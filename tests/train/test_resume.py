@@ -441,6 +441,111 @@ def test_random_numbers_of_the_loaders_own_are_restored(kind: str, tmp_path: Pat
     assert_same(weights(pipe), weights(golden))
 
 
+class ReadsItself(Traced):
+    """Reads a loader in a hook, without a pass, as loops of one's own do to validate."""
+
+    where = ""
+
+    def pre_epoch(self) -> None:
+        self.read("pre_epoch")
+
+    def post_epoch(self) -> None:
+        self.read("post_epoch")
+        super().post_epoch()
+
+    def read(self, where: str) -> None:
+        if self.where == where:
+            self.seen = [y.tolist() for _, y in self.datasets["more"]]
+
+
+@alone
+@pytest.mark.parametrize(("where", "cut"), [("pre_epoch", 12), ("post_epoch", 16)])
+@pytest.mark.usefixtures("no_workers_left")
+def test_persistent_workers_that_a_hook_started_draw_their_seed_once(
+    where: str, cut: int, tmp_path: Path
+) -> None:
+    """Cut between two epochs and within one; torch draws a seed where workers start, and in no later pass."""
+    by_step: dict[int, list[float]] = {}
+    for folder, at in (("golden", None), ("cut", cut), ("cut", None)):
+        stage = ReadsItself(cut=at)
+        stage.where = where
+        pipe = make(tmp_path / folder, stage, every=1)
+        more = TorchLoader(dataset(16), BATCH, shuffle=True, num_workers=1, persistent_workers=True)
+        pipe.register_dataset("more", more)
+        torch.manual_seed(5 if at or folder == "golden" else 99)
+        with pytest.raises(Cut) if at else nullcontext():
+            pipe.run()
+        if folder == "golden":
+            golden, whole = pipe, stage
+        else:
+            by_step |= stage.by_step
+    assert by_step == whole.by_step and stage.seen == whole.seen
+    assert_same(weights(pipe), weights(golden))
+
+
+class LogsFirst(Traced):
+    """Logs in the hooks that a resume calls again."""
+
+    def pre_stage(self) -> None:
+        self.log("begun", 1.0, reduce="sum")
+
+    def pre_epoch(self) -> None:
+        self.log("opened", 1.0, reduce="sum")
+
+
+@alone
+def test_what_hooks_log_counts_once(tmp_path: Path) -> None:
+    """Resumed within the first epoch, between two epochs, and within the second."""
+    for cut in (5, 12, 16, None):
+        pipe = make(tmp_path, LogsFirst(cut=cut), every=1)
+        with pytest.raises(Cut) if cut else nullcontext():
+            pipe.run()
+    found = [
+        {name: row.values.get(f"train/{name}") for name in ("begun", "opened")} for row in pipe.history.epochs
+    ]
+    assert found == [{"begun": 1.0, "opened": 1.0}, *[{"begun": None, "opened": 1.0}] * 2]
+
+
+class Pairs(Stage):
+    """Two datasets side by side: a batch of each is one step."""
+
+    def __init__(self, cut: int | None = None) -> None:
+        super().__init__(log_every=4)
+        self.cut, self.by_step = cut, dict[int, float]()
+
+    def run_epoch(self) -> None:
+        net: Any = self.models["net"]
+        for (x, y), (z, _) in zip(self.batches("train"), self.batches("more"), strict=False):
+            step = self.pipe.steps_done + 1
+            if step == self.cut:
+                raise Cut
+            self.pipe.optimizers["sgd"].zero_grad()
+            loss = F.cross_entropy(net(x), y) + net(z).square().mean()
+            loss.backward()
+            self.step_optimizer("sgd")
+            self.by_step[step] = loss.item()
+
+
+@alone
+def test_datasets_side_by_side_are_one_step(tmp_path: Path) -> None:
+    by_step: dict[int, float] = {}
+    for folder, cut in (("golden", None), ("cut", 5), ("cut", 16), ("cut", 24), ("cut", None)):
+        stage = Pairs(cut)
+        pipe = make(tmp_path / folder, stage, every=1)
+        more = hw.data.DataLoader(dataset(96), global_batch_size=BATCH, shuffle=True, seed=8)
+        pipe.register_dataset("more", more)
+        torch.manual_seed(5 if folder == "golden" or cut == 5 else 99)
+        with pytest.raises(Cut) if cut else nullcontext():
+            pipe.run()
+        if folder == "golden":
+            golden, whole = pipe, stage
+        else:
+            by_step |= stage.by_step
+    assert list(whole.by_step) == list(range(1, 34))
+    assert by_step == whole.by_step
+    assert_same(weights(pipe), weights(golden))
+
+
 @alone
 def test_other_batches_than_before_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def start(cut: int | None) -> None:

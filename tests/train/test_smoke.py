@@ -78,6 +78,21 @@ def test_a_script_without_a_pipeline_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_smoke_run_validates_however_seldom_the_stage_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWAY_SMOKE", "save")
+    for number, (every, validations) in enumerate([("500 steps", 1), ("30min", 1), (0.5, 1), (None, 0)]):
+        pipe = make_pipe(tmp_path / str(number))
+        pipe.register_dataset("train", Batches(30))
+        pipe.register_dataset("val", Batches(5))
+        pipe.append_stage(Classify(val_every=every), max_epochs=5)
+        with pytest.raises(hw.errors.Stopped):
+            pipe.run()
+        assert (pipe.steps_done, len(pipe.history["val/loss"])) == (2, validations), every
+
+
+@pytest.mark.usefixtures("alone")
 def test_fake_data_is_the_first_batch_over_and_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 import warm
-from test_resume import BATCH, SCRIPT, Traced, assert_same, dataset, make, seeded, weights
+from test_resume import BATCH, SCRIPT, Cut, Traced, assert_same, dataset, make, seeded, weights
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
 from waiting import exit_in_time, wait_until
@@ -81,6 +81,8 @@ def stop_and_go_on(folder: Path, number: int, who: tuple[int, ...], at: Any, **s
     assert_same(weights(again), weights(golden))
     assert again.history["val/loss"] == golden.history["val/loss"]
     assert again.history.points("val/loss") == golden.history.points("val/loss"), "none twice, none left out"
+    logged = [step for step, _ in again.history.points("lr/sgd")]
+    assert len(logged) == len(set(logged)), "a log point before the stop is not held again"
     hw.barrier()
     attempts = again.directory.info()["attempts"]
     assert [(each["status"], each["exit_code"]) for each in attempts] == [("stopped", 75), ("done", 0)]
@@ -101,6 +103,25 @@ def test_a_signal_stops_after_the_step(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_all_ranks_stop_at_the_same_step(who: tuple[int, ...], tmp_path: Path) -> None:
     assert stop_and_go_on(tmp_path, signal.SIGUSR1, who, 5) in (5, 6)
+
+
+class EndsAt(Callback):
+    """Ends the stage at a log point, of which other ranks hear at the next one."""
+
+    def log_point(self, stage: Stage, kind: str, point: Any) -> None:  # noqa: ARG002
+        if stage.pipe.steps_done == 6 and kind == "train":
+            stage.stop_stage()
+
+
+@alone
+def test_a_stage_that_was_to_end_ends_after_a_resume(tmp_path: Path) -> None:
+    """The checkpoint of the step at which a callback ended it comes before all ranks agree."""
+    for cut in (8, None):
+        pipe = make(tmp_path, Traced(cut=cut, log_every=3), every=3)
+        pipe.add_callback(EndsAt())
+        with pytest.raises(Cut) if cut else nullcontext():
+            pipe.run()
+    assert pipe.steps_done == 9
 
 
 @alone

@@ -239,3 +239,17 @@ def test_weights_of_some_batches_are_refused_where_they_differ(
     with pytest.raises(UsageError, match="returned a weight with the loss of some batches only: return"):
         pipe.run()
     assert pipe.steps_done == steps
+
+
+class OnSomeRanks(Tokens):
+    def step(self, batch: Any) -> Any:
+        returned = super().step(batch)
+        return returned if hw.rank() else returned[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_on_some_ranks_are_refused_on_all(accumulate: int, tmp_path: Path) -> None:
+    """They would run other collectives than the rest, and all would wait."""
+    with pytest.raises(UsageError, match="returned a weight with the loss on rank 1 only: return"):
+        train(tmp_path, OnSomeRanks(accumulate=accumulate), rank=hw.rank())

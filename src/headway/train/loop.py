@@ -76,6 +76,8 @@ def train(state: TrainValState) -> Iterator[None]:
             if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
                 raise state.not_a_loss(loss)
             timer.mark_step("backward")
+            if update.weighs is None:  # at the first batch of an epoch
+                update.agree_on_weights(weight is not None)
             scaled = weight is not None or accumulate > 1 or update.weighs or (uneven and uneven.repeating)
             backward(update.scale(loss, weight, window, number) if scaled else loss)  # else torch's average
             losses.append((pipe.steps_done + 1, keep(loss), count_samples(batch), weight))

@@ -85,8 +85,8 @@ class LoopState:
         self.steps_done = 0
         self.samples = 0
         """samples that this rank has trained on since the last log point"""
-        self.steps_left_open = 0
-        """steps that ended with `break`, which the loop has not counted yet"""
+        self.steps_left_open, self.open_passes = 0, list[Pass]()
+        """steps that ended with `break`, not counted yet; and passes of a user's loop whose batches are in use"""
         self.batch: Any = None
         """the batch that was taken last"""
         self.in_step = False
@@ -234,7 +234,7 @@ class LoopState:
         self.check_modules()  # pre_stage may have assigned some
         if not self.status.in_epoch:
             self.status, self.epoch_start, self.passes = StageStatus.IN_EPOCH, self.steps_done, []
-        self._passes_begun, self.in_step = 0, False
+        self._passes_begun, self.in_step, self.open_passes = 0, False, []
 
     def end_epoch(self) -> None:
         self.epoch += 1
@@ -461,6 +461,7 @@ class LoopState:
             "epoch": self.epoch,
             "steps": self.steps_done,
             "stopped": self.status.stop_agreed,
+            "stop_requested": self.stop_requested,  # by a callback at the log point before this save, say
             "post_stage_due": self.post_stage_due,
             "in_epoch": in_epoch,
             "epoch_began": self.epoch_start,
@@ -476,6 +477,8 @@ class LoopState:
         elif self.epoch:
             self.status = StageStatus.STOPPED if state["stopped"] else StageStatus.BETWEEN_EPOCHS
         self.post_stage_due = state.get("post_stage_due", False)  # older checkpoints do not say
+        self.stop_requested = state.get("stop_requested", False)
+        self.logged_at = self.steps_done or -1  # a log point comes before each save
         self.passes = [Pass.from_state_dict(each) for each in state["passes"]]
         self.meter.load_state_dict(state["meter"])
         stopping = state.get("early_stopping")  # older checkpoints have none

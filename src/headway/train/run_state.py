@@ -27,11 +27,12 @@ from headway.train.metrics.meter import LogPoint
 from headway.train.metrics.reporter import Reporter
 from headway.train.metrics.stragglers import Stragglers, busy
 from headway.train.metrics.timing import PhaseTimer
+from headway.train.model.optimizer_step import epoch_schedules
 from headway.train.model.schedules import Schedule
 from headway.train.resume.end_of_run import wait_for_others
 from headway.train.resume.ledger_writer import LedgerWriter
 from headway.train.resume.state import StatefulObject
-from headway.train.stage import Stage
+from headway.train.stage import Stage, logging_once
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -99,7 +100,7 @@ class RunState:
 
     def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """Calls a hook of the subject, then of the callbacks; the hang check is off, since a hook may take any time."""
-        with dist.no_hang_check():
+        with dist.no_hang_check(), logging_once(hook, subject):
             self.hooks_called[hook, id(subject)] = subject
             getattr(subject, hook)()
             for callback in self.callbacks:
@@ -199,7 +200,7 @@ class RunState:
         """
         values = self.pipe.history.epochs[-1].values
         state.stop_early(values)
-        for schedule in self.schedules.values():
+        for schedule in epoch_schedules(state):
             schedule.end_epoch(values)
         check_monitored(state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -21,9 +22,9 @@ from headway.record.media.content import (
     take_text,
 )
 from headway.train import loop
-from headway.train.batches import count_batches, first_tensor, missing_dataset
+from headway.train.batches import Pass, count_batches, first_tensor, missing_dataset
 from headway.train.diagnose.profiler import ProfilerSettings
-from headway.train.loop_state import LoopState
+from headway.train.loop_state import LoopState, StageStatus
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
 from headway.train.model.optimizer_step import followers_of
@@ -297,7 +298,8 @@ class Stage(ABC):
     def batches(self, name: str = "train") -> Iterator[Any]:
         """Yields the batches of dataset `name` on this rank's device. Each iteration of your loop is one step.
 
-        An iteration that ends with `break` is one, too. All ranks end with the one that has the fewest batches.
+        An iteration that ends with `break` is one, too, and so is one over several datasets side by side, as in
+        `zip(self.batches("a"), self.batches("b"))`. All ranks end with the one that has the fewest batches.
 
             for x, y in self.batches("train"):
                 ...
@@ -308,15 +310,17 @@ class Stage(ABC):
             raise missing_dataset(self, name)
         finish_open_steps(state)
         lengths = gather_lengths(count_batches(loader, None), self.device)
-        progress, in_step = state.begin_agreed_pass(loader, None, lengths), False
+        progress = state.begin_agreed_pass(loader, None, lengths)
         try:
             for batch in state.device_batches(loader, progress=progress):
                 state.batch, state.in_step = batch, True
                 state.samples += state.checked_count(batch)
                 timer.mark_step("compute")
-                in_step = True
+                state.open_passes.append(progress)
                 yield batch
-                in_step = False
+                if not _ends_step(state, progress):
+                    timer.mark_step("data")
+                    continue
                 loop.finish_step(state)
                 if not state.more_steps:
                     timer.mark("other")
@@ -324,7 +328,8 @@ class Stage(ABC):
             state.end_pass(progress)
         finally:
             progress.done = True
-            state.steps_left_open += in_step  # not counted here: this may be an exception that ends the run
+            # not counted here: this may be an exception that ends the run
+            state.steps_left_open += _ends_step(state, progress)
 
     @final
     def step_optimizer(self, name: str) -> None:
@@ -342,11 +347,36 @@ class Stage(ABC):
             follow()
 
 
+def _ends_step(state: LoopState, progress: Pass) -> bool:
+    """Whether a step ends when a pass is asked for its next batch, or is closed.
+
+    Of passes side by side, that is when the first of them is asked: then all have given as many batches, and a
+    checkpoint has their positions before the next iteration. The others belong to the same step.
+    """
+    for place, each in enumerate(state.open_passes):
+        if each is progress:
+            del state.open_passes[place:]
+            return True
+    return False
+
+
 def finish_open_steps(state: LoopState) -> None:
     """Counts the steps of a user's loop that ended with `break`."""
     while state.steps_left_open:
         state.steps_left_open -= 1
         loop.finish_step(state)
+
+
+@contextmanager
+def logging_once(hook: str, subject: object) -> Iterator[None]:
+    """Surrounds a hook. What it logs does not count if an earlier attempt has called it for this stage or epoch."""
+    if not isinstance(subject, Stage):
+        yield
+        return
+    state = subject._loop
+    again = {"pre_stage": state.status is not StageStatus.NEW, "pre_epoch": bool(state.passes)}
+    with state.not_counted() if again.get(hook) else nullcontext():
+        yield
 
 
 _AT_APPEND = ("max_epochs", "max_steps", "name")

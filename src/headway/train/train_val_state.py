@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from headway.dist.collective.exchange import gather_rows
 from headway.dist.device import exact_dtype
 from headway.errors import HeadwayError, UsageError
+from headway.system.text import shorten_list
 from headway.train.batches import Pass, count_batches
 from headway.train.checks import check_equal, check_optimizers, not_a_loss
 from headway.train.diagnose import evidence
@@ -30,7 +31,7 @@ from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, metrics_of_set
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.model.optimizer_step import OptimizerStep
-from headway.train.model.precision import MixedPrecision
+from headway.train.model.precision import MixedPrecision, deterministic
 from headway.train.resume.unsaved import find_unregistered
 from headway.train.settings import TrainSettings, limit_batches
 from headway.train.uneven import BatchAgreement, Repeated, gather_lengths
@@ -66,12 +67,15 @@ class TrainValState(LoopState):
         self._own_names: set[str] = set()  # of metrics that the loop itself logs
         self._base = base
         self.optimizer_step = OptimizerStep(self)
-        self._val_schedule = ValSchedule(settings)
         self._val_values: dict[str, Any] = {}
 
     @cached_property
     def precision(self) -> MixedPrecision:
         return MixedPrecision(self.settings.precision, self.device)
+
+    @cached_property
+    def _val_schedule(self) -> ValSchedule:
+        return ValSchedule(self.settings)  # those of the run: a smoke run has others than the script
 
     @cached_property
     def val_meter(self) -> MetricAccumulator:
@@ -227,20 +231,19 @@ class TrainValState(LoopState):
     def running(self) -> Iterator[None]:
         self._val_schedule.start_clock()
         for model in self.pipe.registered_models.values():
-            model.bare.train()  # pre_stage may set parts to eval mode again
+            if model.is_trained:
+                model.bare.train()  # pre_stage may set parts to eval mode again
         with super().running(), self.computing():
             yield
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        before = torch.are_deterministic_algorithms_enabled()
-        if self.settings.deterministic:
-            torch.use_deterministic_algorithms(True)
-        try:
-            with super().computing(), self.precision.matmul_precision():
-                yield
-        finally:
-            torch.use_deterministic_algorithms(before)
+        with (
+            super().computing(),
+            self.precision.matmul_precision(),
+            deterministic(self.settings.deterministic),
+        ):
+            yield
 
     def added_metrics(self) -> list[EpochMetric]:
         return [*super().added_metrics(), *self.val_metrics.values()]
@@ -268,11 +271,12 @@ class TrainValState(LoopState):
         exact = torch.as_tensor(weight, dtype=exact_dtype(self.device), device=self.device).detach()
         return torch.where(exact != 0, loss, 0.0), exact
 
-    def weighs_some(self) -> UsageError:
+    def weighs_some(self, ranks: Sequence[int] = ()) -> UsageError:
         """A mean over samples and one over tokens, say, have no mean."""
+        where = f"on rank {shorten_list(ranks)} only" if ranks else "of some batches only"
         return UsageError(
-            f"stage {self.name!r} returned a weight with the loss of some batches only: return (loss, weight) for all, "
-            "or for none"
+            f"stage {self.name!r} returned a weight with the loss {where}: return (loss, weight) for all batches, or "
+            "for none"
         )
 
     def stepped_optimizers(self) -> Mapping[str, Optimizer]:
@@ -403,12 +407,13 @@ class TrainValState(LoopState):
         for metric in self.val_metrics.values():
             metric.reset()  # a validation that was stopped is repeated from its beginning
         self.set_metrics, self._set_weighs = {}, {}
-        before, self.training = self.training, False
+        before = self.training, self._counts
+        self.training, self._counts = False, True  # also in a hook whose own logs do not count
         try:
             with evaluating(self):
                 yield
         finally:
-            self.training = before
+            self.training, self._counts = before
 
     def end_set(self, prefix: str, prefixes: Collection[str]) -> None:
         """Keeps what metrics have counted in one validation set, to be computed when all ranks have ended the last."""

@@ -49,7 +49,7 @@ def shorten(run: RunState, part: Part) -> None:
                 limit_train_batches=_STEPS[part] * state.settings.accumulate,
                 limit_val_batches=1,
                 log_every=1,
-                val_every="1 epoch",
+                val_every=None if state.settings.val_every is None else "1 epoch",
             )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
@@ -26,22 +27,31 @@ def evaluating(state: LoopState) -> Iterator[None]:
     """Sets models to eval mode, without wrappers and with averaged weights, within the context."""
     registered = state.pipe.registered_models
     models = [*(model.bare for model in registered.values()), *own_modules(state.stage).values()]
-    modes = [(part, part.training) for model in models for part in model.modules()]
+    modes = [(part, part.training) for module in models for part in module.modules()]
     before = state.models
     state.models = NamedParts("model", {name: model.evaluated for name, model in registered.items()})
     set_phase("validation", state.pipe.steps_done)
     try:
         with ExitStack() as stack:
-            for module in models:
-                module.eval()
             for model in registered.values():
                 stack.enter_context(model.evaluating())
+            # now that weights are those to evaluate: `eval()` of a module may merge some, and `train()` undoes it
+            stack.callback(_restore_modes, modes)
+            for module in models:
+                module.eval()
             stack.enter_context(torch.no_grad())
             yield
     finally:
         state.models = before
-        for part, mode in modes:
-            part.training = mode
+
+
+def _restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Sets modules to the modes that they had, from the top down, by `train()` where it makes a difference."""
+    for part, mode in modes:
+        if part.training is not mode:
+            part.train(mode)
+    for part, mode in modes:  # a `train()` of their own may have left some as they are
+        part.training = mode
 
 
 def shares_batches(pipe: Pipeline) -> bool:

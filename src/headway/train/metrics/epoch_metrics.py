@@ -237,3 +237,32 @@ def _plain(name: str, result: Any) -> Value:
     raise UsageError(
         f"metric {name!r} computed {result!r:.80}: return a number, a tensor, or a mapping from names to them"
     )
+
+
+_UPDATES = "headway_updates"  # beside the names of states, which are those of attributes
+
+
+def metric_state(thing: Any) -> dict[str, Any]:
+    """Returns the `state_dict` of an object that is saved; of a metric also how often each part of it was updated.
+
+    torchmetrics does not save that, but averages by it, and tells by it whether there is anything to compute.
+    """
+    state: dict[str, Any] = thing.state_dict()
+    counts = [part._update_count for part in _counting_parts(thing)]
+    return {**state, _UPDATES: counts} if counts else state
+
+
+def load_metric_state(thing: Any, state: Any) -> None:
+    """Restores what `metric_state` returned."""
+    parts = _counting_parts(thing)
+    if not parts or not isinstance(state, Mapping):
+        thing.load_state_dict(state)
+        return
+    thing.load_state_dict({name: value for name, value in state.items() if name != _UPDATES})
+    for part, count in zip(parts, state.get(_UPDATES, ()), strict=False):  # older checkpoints have no counts
+        part._update_count, part._computed = count, None  # a result that was computed before is another one
+
+
+def _counting_parts(thing: object) -> list[Any]:
+    parts = thing.modules() if isinstance(thing, nn.Module) else ()
+    return [part for part in parts if isinstance(getattr(part, "_update_count", None), int)]

@@ -25,6 +25,8 @@ SHORT_STEP_S = 0.05
 """shorter steps are not all measured"""
 SAMPLE_STEPS = 50
 """of short steps one in this many is measured, or one between two log points if these are closer"""
+_MOST_EVENTS = 4096
+"""that are kept until a log point: those that are over are then read, and used again"""
 _AT_LOG_POINTS = ("wait", "other")
 _IN_A_STEP = ("data", "compute", "backward", "optimizer")
 
@@ -57,6 +59,7 @@ class PhaseTimer:
         self._since_s, self._weight, self._step_weight = 0.0, 1, 1
         self._events: list[tuple[Phase, int, torch.cuda.Event]] = []
         self._spare: list[torch.cuda.Event] = []
+        self._off = False
 
     def begin_step(self, weight: int) -> None:
         """Begins the next step with its wait for data; it counts `weight` times, and is not measured if that is 0."""
@@ -69,7 +72,7 @@ class PhaseTimer:
 
     def mark(self, phase: Phase) -> None:
         """Ends the current phase and begins `phase`."""
-        if self._alone and phase in _AT_LOG_POINTS and not self.measuring:
+        if self._off or (self._alone and phase in _AT_LOG_POINTS and not self.measuring):
             return  # a single rank waits for no other
         self._mark(phase, 1)
 
@@ -101,6 +104,15 @@ class PhaseTimer:
             else:
                 self.stop()
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Measures nothing within: outside of a run, nobody takes what is measured."""
+        before, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = before
+
     def take(self, most: int = SAMPLE_STEPS) -> dict[str, float]:
         """Returns seconds per phase since the last call. On a GPU, call it when the host has just waited for it.
 
@@ -123,6 +135,10 @@ class PhaseTimer:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append((phase, weight, event))
+            if (
+                len(self._events) % _MOST_EVENTS == 0
+            ):  # a validation of a hundred thousand batches has no log point
+                self._read_events()
         else:
             now = time.perf_counter()
             if self.measuring:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from headway.dist.collective.exchange import gather_rows
 from headway.dist.device import exact_dtype
 from headway.errors import HeadwayError, UsageError
 from headway.train.model.mesh_groups import total_norm
@@ -19,6 +20,8 @@ from headway.train.model.precision import HostReadback
 from headway.train.model.zero_grad import fast_zero_grad
 
 if TYPE_CHECKING:
+    from headway.train.loop_state import LoopState
+    from headway.train.model.schedules import Schedule
     from headway.train.run_state import RunState
     from headway.train.train_val_state import TrainValState
 
@@ -91,6 +94,18 @@ class OptimizerStep:
             self._unit = self._choose_unit(weight)
         self._weight = weight if self._weight is None else self._weight + weight
         return loss.float() * (weight / self._unit).float()
+
+    def agree_on_weights(self, weighs: bool) -> None:
+        """Notes whether the batches of this epoch have weights; raises on all ranks if only some of them return any.
+
+        These would run other collectives than the others from here on, and all would wait for each other.
+        """
+        if self._state.pipe.world.world_size > 1:
+            table = gather_rows(torch.tensor([float(weighs)], device=self._state.device))
+            ranks = table[:, 0].nonzero()[:, 0].tolist()
+            if 0 < len(ranks) < len(table):
+                raise self._state.weighs_some(ranks)
+        self.weighs = weighs
 
     def _ranks_per_weight(self, weight: Tensor) -> Tensor:
         """Returns the number of ranks, by which gradients are divided anyway, over the weight of all ranks."""
@@ -277,3 +292,16 @@ def followers_of(run: RunState, optimizers: Sequence[Optimizer]) -> list[Callabl
         if model.ema is not None and any(model.ema.follows(optimizer) for optimizer in optimizers)
     ]
     return [*schedulers, *averages]
+
+
+def epoch_schedules(state: LoopState) -> list[Schedule]:
+    """Returns the schedulers that an epoch of a stage moves: not those of optimizers that only other stages step."""
+    mine = state.stepped_optimizers().values()
+    managed = [each for each in state.run.stage_states if not each.loop_is_users]
+    others = [optimizer for each in managed for optimizer in each.stepped_optimizers().values()]
+    return [
+        schedule
+        for schedule in state.run.schedules.values()
+        if any(schedule.optimizer is each for each in mine)
+        or not any(schedule.optimizer is each for each in others)
+    ]

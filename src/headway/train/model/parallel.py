@@ -43,6 +43,7 @@ from headway.train.model.initial_weights import (
 from headway.train.model.tensor_group import TensorGroup
 from headway.train.model.ties import Ties, check_ties, find_ties, restore_ties
 
+_BROADCAST_BYTES = 250 * 2**20  # of buffers at a time, as in DDP
 Blocks: TypeAlias = Sequence[type[nn.Module]]
 
 
@@ -127,8 +128,10 @@ class RegisteredModel:
         self.ties, self.tensor_group = ties, tensor_group
         self.initial: WeightsReport | None = None
         """what `init_from` has matched"""
+        self.is_trained = any(p.requires_grad for p in bare.parameters())
+        """whether it was registered with something to train; else, as a frozen teacher, it keeps the mode it has"""
         self._frozen = set() if saves_all else {key for key, p in _named(bare) if not p.requires_grad}
-        self.evaluated: nn.Module = bare
+        self.evaluated: nn.Module = bare.module if isinstance(bare, DistributedDataParallel) else bare
         """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
 
     @property
@@ -172,16 +175,32 @@ class RegisteredModel:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Sets buffers to rank 0's values and swaps in averaged weights, if any, for a validation."""
-        if isinstance(self.wrapped, DistributedDataParallel):
-            for buffer in self.bare.buffers():
-                c10d.broadcast(buffer, 0)
         with ExitStack() as stack:
+            self._share_buffers(stack)
             if self.ema is not None:
                 stack.enter_context(self.ema.averaged_weights())
             yield
             for part in self.bare.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()  # training must not use layers that were gathered with averaged weights
+
+    def _share_buffers(self, stack: ExitStack) -> None:
+        """Sets buffers to rank 0's values, which checkpoints have; on exit ranks get back what they train with."""
+        buffers: list[torch.Tensor] = []
+        if isinstance(self.wrapped, DistributedDataParallel):
+            buffers = list(self.bare.buffers())
+        elif isinstance(self.wrapped, FSDPModule) and self.tensor_group is None:
+            saved = self.bare.state_dict()
+            buffers = [buffer for name, buffer in self.bare.named_buffers() if name in saved]
+        if not buffers:
+            return
+        if not getattr(
+            self.wrapped, "broadcast_buffers", False
+        ):  # else each forward in training does the same
+            stack.callback(_restore, buffers, [buffer.clone() for buffer in buffers])
+        world = c10d.group.WORLD
+        assert world is not None, "a model is only wrapped for a group of ranks"
+        c10d._broadcast_coalesced(world, buffers, _BROADCAST_BYTES, 0)
 
     def describe(self) -> str:
         """Describes the model in one line: parameters, trainable parameters, wrapper."""
@@ -192,6 +211,12 @@ class RegisteredModel:
         kind = next((word for kind, word in how.items() if isinstance(self.wrapped, kind)), plain)
         average = f", ema {self.ema.decay:g}" if self.ema else ""
         return f"model {self.name}: {total:,} parameters{some}, {kind}{average}"
+
+
+@torch.no_grad()
+def _restore(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
@@ -288,6 +313,8 @@ def _wrap(
 def _replicate(module: nn.Module, settings: Ddp, world: World) -> nn.Module:
     if world.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
         return module  # nothing to average
+    if isinstance(module, DistributedDataParallel):
+        return module  # by the script, with settings of its own
     replica = DistributedDataParallel(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,

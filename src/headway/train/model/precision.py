@@ -23,6 +23,21 @@ def check_name(name: str) -> None:
         raise UsageError(f"precision={name!r} is unknown: use one of {known}")
 
 
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Uses deterministic kernels within the context if `enabled`; else what the script has chosen stays."""
+    if not enabled:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+
+
 def copy_loss(loss: Tensor) -> Tensor:
     """Returns a detached copy of the loss: outputs of CUDA graphs are overwritten by the next step."""
     return loss.detach().clone()
@@ -64,10 +79,12 @@ class MixedPrecision:
 
     @contextmanager
     def matmul_precision(self) -> Iterator[None]:
-        """Computes matrix products in TF32 within the context, if that is the precision."""
+        """Computes matrix products in TF32 within the context, if that is the precision; else as the script has it."""
+        if self.name != "tf32":
+            yield  # torch refuses to be asked where a script has set `torch.backends.cuda.matmul.fp32_precision`
+            return
         before = torch.get_float32_matmul_precision()
-        if self.name == "tf32":
-            torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:

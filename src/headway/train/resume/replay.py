@@ -24,7 +24,7 @@ from headway.train.resume import generators, rng
 from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
-    from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
 
 _MOST_ELEMENTS = 1024
 """of a tensor that are compared, evenly spread"""
@@ -35,30 +35,56 @@ _INSTEAD = "use hw.data.DataLoader, or give the loader state_dict() and load_sta
 class LoaderStates:
     """The loaders of a pipeline without `state_dict()`, and the random state in which each was opened."""
 
-    def __init__(self, pipe: Pipeline) -> None:
-        self._pipe = pipe
+    def __init__(self, run: RunState) -> None:
+        self._run, self._pipe = run, run.pipe
         self._began: dict[str, Mapping[str, Any]] = {}  # by dataset: the state when its workers started, once
-        self._opened: set[str] = set()  # by this process
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the generators of each loader now."""
-        return {
-            name: {"generators": generators.capture(loader), "began": self._began.get(name)}
-            for name, loader in self._pipe.datasets.items()
-            if not isinstance(loader, StatefulObject)
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        found: dict[str, Any] = {}
         for name, loader in self._pipe.datasets.items():
-            if name in state:
-                generators.restore(loader, state[name]["generators"])
-                if state[name]["began"] is not None:
-                    self._began[name] = state[name]["began"]
+            if not isinstance(loader, StatefulObject):
+                if name not in self._began and _has_workers(loader):  # a hook has read it, without a pass
+                    self._began[name] = self._random_state(loader)
+                found[name] = {"generators": generators.capture(loader), "began": self._began.get(name)}
+        return found
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for name, loader in self._pipe.datasets.items():
+            if name in saved:
+                generators.restore(loader, saved[name]["generators"])
+                if saved[name]["began"] is not None:
+                    self._began[name] = saved[name]["began"]
+        if not all(state.ended for state in self._run.stage_states):
+            self._restart_workers()
+
+    def _restart_workers(self) -> None:
+        """Starts the persistent workers that ran when the state was saved: a hook may read their loader itself.
+
+        It would start them otherwise, and draw their seed. Those whose first pass resumes in the middle start with it.
+        """
+        first = list(self._first_passes())
+        if any("dataset" not in each for each in first):
+            return  # an older checkpoint, which does not name it
+        for name in self._began:
+            if not any(each["dataset"] == name for each in first):
+                self._start_workers(name, self._pipe.datasets[name])
+
+    def _first_passes(self) -> Iterator[Mapping[str, Any]]:
+        """Yields the states of the passes that resume in the middle and were the first over their loader."""
+        for state in self._run.stage_states:
+            for each in state.passes if state.status.in_epoch else ():
+                if each.rng_state is not None and not each.done and not each.rng_state.get("reopened"):
+                    yield each.rng_state
 
     def capture(self, loader: object) -> dict[str, Any]:
         """Returns what the order of a pass that begins now depends on."""
-        own = {"generators": generators.capture(loader), "reopened": self._name(loader) in self._began}
-        return rng.random_state(self._pipe.device) | own
+        name = self._name(loader)
+        reopened = name in self._began or _has_workers(loader)
+        return self._random_state(loader) | {"dataset": name, "reopened": reopened}
+
+    def _random_state(self, loader: object) -> dict[str, Any]:
+        return rng.random_state(self._pipe.device) | {"generators": generators.capture(loader)}
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Returns the batches of a new pass."""
@@ -66,12 +92,9 @@ class LoaderStates:
         if name is None or not getattr(loader, "persistent_workers", False):
             return open_loader(loader)
         if name not in self._began:
-            self._began[name] = rng.random_state(self._pipe.device) | {
-                "generators": generators.capture(loader)
-            }
-        elif name not in self._opened:  # torch draws the seed of persistent workers in the first pass only
+            self._began[name] = self._random_state(loader)
+        else:
             self._start_workers(name, loader)
-        self._opened.add(name)
         return open_loader(loader)
 
     def reopen(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
@@ -89,7 +112,12 @@ class LoaderStates:
         return source
 
     def _start_workers(self, name: str, loader: Iterable[Any]) -> None:
-        """Starts persistent workers with the seed that they had in the run that was stopped."""
+        """Starts persistent workers, if they do not run, with the seed that they had in the run that was stopped.
+
+        Torch draws that seed when it starts them, and not in later passes.
+        """
+        if _has_workers(loader):
+            return
         with rng.temporary_state(self._began[name], self._pipe.device):
             now = generators.capture(loader)
             generators.restore(loader, self._began[name]["generators"])
@@ -105,6 +133,12 @@ class LoaderStates:
         if not isinstance(loader, TorchDataLoader):
             return None
         return next((name for name, each in self._pipe.datasets.items() if each is loader), None)
+
+
+def _has_workers(loader: object) -> bool:
+    """Whether the persistent workers of a loader of torch's run."""
+    persistent = bool(getattr(loader, "persistent_workers", False))
+    return persistent and getattr(loader, "_iterator", None) is not None
 
 
 def read_stand_in(loader: Iterable[Any], device: torch.device, rank: int) -> Any:

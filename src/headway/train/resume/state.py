@@ -24,6 +24,7 @@ from headway.checkpoint.format.manifest import read_index, read_manifest
 from headway.data.fingerprint import fingerprints
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
+from headway.train.metrics.epoch_metrics import load_metric_state, metric_state
 from headway.train.model.initial_weights import adapter_config, adapter_name, is_adapted
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def gather(run: RunState) -> dict[str, Any]:
         "schedulers": {name: scheduler.state_dict() for name, scheduler in pipe.schedulers.items()},
         "stages": {stage.name: stage.state_dict() for stage in run.stage_states},
         "history": pipe.history.state_dict(),
-        "registered": {name: each.state_dict() for name, each in run.registered_state.items()},
+        "registered": {name: metric_state(each) for name, each in run.registered_state.items()},
         "progress": {"step": pipe.steps_done, "epoch": pipe.epoch},
     }
 
@@ -102,7 +103,7 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
         stage.load_state_dict(state["stages"][stage.name])
     for name, each in run.registered_state.items():
         with _loading("state", name):
-            each.load_state_dict(state["registered"][name])
+            load_metric_state(each, state["registered"][name])
     pipe.history.load_state_dict(state["history"])
     pipe.steps_done, pipe.epoch = state["progress"]["step"], state["progress"]["epoch"]
 
