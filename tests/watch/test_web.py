@@ -229,8 +229,8 @@ def test_open_runs_stay_within_a_budget(tmp_path: Path) -> None:
     for run in [*runs, runs[0]]:
         opened = library.open(key_of(run))
         assert opened is not None and opened.refresh().header.step == 30
-        assert len(library.open_keys) <= 2
-    assert library.open_keys[-1] == key_of(runs[0])
+        assert len(library._open) <= 2
+    assert [*library._open][-1] == key_of(runs[0])
     assert library.open("none") is None
 
 
