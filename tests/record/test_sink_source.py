@@ -105,9 +105,9 @@ def test_a_file_that_goes_while_the_sink_reads_it_is_passed_over(run: Run) -> No
     assert sink.rows == [(0, 1)]
 
 
-def log_point(step: int, **metrics: float) -> dict[str, Any]:
+def log_point(step: int, *, rate: float = 64.0, **metrics: float) -> dict[str, Any]:
     facts = {"kind": "train", "time": 1.0, "stage": "fit", "epoch": 0, "seconds": {"data": 0.5}}
-    return facts | {"step": step, "metrics": metrics}
+    return facts | {"step": step, "metrics": metrics, "samples_per_second": rate}
 
 
 def csv_values(run: Run) -> list[tuple[int, str, float]]:
@@ -116,7 +116,7 @@ def csv_values(run: Run) -> list[tuple[int, str, float]]:
     return [
         (int(line["step"]), line["name"], float(line["value"]))
         for line in lines
-        if "data" not in line["name"]
+        if not line["name"].startswith("headway/")
     ]
 
 
@@ -124,17 +124,20 @@ def test_a_csv_file_has_all_log_points_of_a_step_and_of_a_restart_the_repeated_o
     """A loop of one's own logs after its last step, which was a log point: the end of the epoch is another one."""
     sink = Csv()
     sink.open(run)
-    sink.write([log_point(10, loss=0.5), log_point(20, loss=0.4), log_point(20, fid=9.0)])
+    again = {"rate": 0.0, "plan": 1.5}  # which is in each row, and no sample is trained since the one before
+    points = [log_point(10, loss=0.5), log_point(20, loss=0.4, plan=1.5), log_point(20, fid=9.0, **again)]
+    sink.write(points)
     sink.close("stopped", 75)
     first = (10, "loss", 0.5)
-    assert csv_values(run) == [first, (20, "loss", 0.4), (20, "fid", 9.0)]
+    plan = (20, "plan", 1.5)
+    assert csv_values(run) == [first, (20, "loss", 0.4), plan, (20, "fid", 9.0), plan]
     sink = Csv()
     sink.open(run)
-    sink.write([log_point(20, loss=0.3), log_point(20, fid=8.0)])  # from the checkpoint of step 10
+    sink.write([log_point(20, loss=0.3), log_point(20, fid=8.0, **again)])  # from the checkpoint of step 10
     sink.close("done", 0)
-    assert csv_values(run) == [first, (20, "loss", 0.3), (20, "fid", 8.0)]
+    assert csv_values(run) == [first, (20, "loss", 0.3), (20, "fid", 8.0), plan]
     sink = Csv()
     sink.open(run)
-    sink.write([log_point(20, extra=1.0), log_point(30, loss=0.2)])
+    sink.write([log_point(20, extra=1.0, rate=0.0), log_point(30, loss=0.2)])
     sink.close("done", 0)
-    assert csv_values(run)[3:] == [(20, "extra", 1.0), (30, "loss", 0.2)]
+    assert csv_values(run)[4:] == [(20, "extra", 1.0), (30, "loss", 0.2)]

@@ -272,10 +272,15 @@ def test_tensorboard_shows_what_was_repeated_also_after_rows_that_an_earlier_att
     run.begin_attempt(world={})
     point = {"kind": "train", "time": 1e9, "stage": "fit", "epoch": 0}
     values = [(30, {"train/loss": 0.5}), (40, {"train/loss": 0.4}), (20, {"train/loss": 3.0})]
-    values += [(30, {"train/loss": 2.0}), (30, {"fid": 9.0})]
+    values += [(30, {"train/loss": 2.0, "plan/step": 0.1})]
+    rows: list[dict[str, Any]] = [
+        {**point, "step": step, "metrics": metrics, "samples_per_second": 64.0} for step, metrics in values
+    ]
+    # a second log point of a step has names of the first, and no samples
+    rows.append(rows[-1] | {"metrics": {"fid": 9.0, "plan/step": 0.1}, "samples_per_second": 0.0})
     sink = TensorBoard()
     sink.open(run)
-    sink.write([{**point, "step": step, "metrics": metrics} for step, metrics in values])
+    sink.write(rows)
     sink.close("done", 0)
     assert events(run) == [(20, 3.0), (30, 2.0)] and events(run, "fid") == [(30, 9.0)]
 

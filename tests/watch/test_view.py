@@ -121,9 +121,16 @@ def test_another_log_point_of_a_step_is_not_a_restart(tmp_path: Path) -> None:
     """A loop of one's own logs after its last step, which was a log point: the end of the epoch is another one."""
     run = make_run(tmp_path, ranks=2, log_points=20)
     seconds = {"seconds": {"other": 0.1}, "samples_per_second": 0.0}
-    append(run.metrics_file(0), row(200, 0, time.time()) | {"metrics": {"fid": 9.0}} | seconds)
+    append(
+        run.metrics_file(0),
+        row(200, 0, time.time()) | {"metrics": {"fid": 9.0, "train/grad_norm": 2.5}} | seconds,
+    )
     view = RunView(run)
     shown = view.refresh()
+    part, (compared,) = view.metrics.within("train/loss", 10, 1000), compare([run], metrics=["train/loss"])
+    assert part is not None and part.steps[-1] == 200
+    assert compared.metrics["train/loss"].last == shown.curves["train/loss"].last
+    assert shown.curves["train/grad_norm"].last == 2.5, "a name may be in both"
     assert shown.curves["fid"].last == 9 and shown.curves["train/loss"].steps[-1] == 200
     assert shown.speed.samples_per_s == 4096 and shown.speed.step_median_s == pytest.approx(0.1)
     assert view.metrics.samples.highs[-1] == 2 * 64 * 200 and view.metrics.phases["data"].steps[-1] == 200

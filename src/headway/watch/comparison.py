@@ -158,7 +158,7 @@ def _history(run: Run) -> History:
     restarts = RestartDetector()
     for row in metric_rows(run):
         step, metrics = row["step"], row["metrics"]
-        if row.get("kind") == "train" and restarts.observe(step, metrics):
+        if row.get("kind") == "train" and restarts.observe(row):
             for values in (*points.values(), *epochs.values()):
                 _cut(values, step)
         found = epochs if row.get("kind") == "epoch" else points

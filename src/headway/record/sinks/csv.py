@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -36,16 +36,14 @@ class Csv(Sink):
     def open(self, run: Run) -> None:
         self._path = Path(self.file or run.csv_file)
         _cut_torn_line(self._path)
-        step = max(map(_train_step, self._lines()), default=-1)
-        names = {line[5] for line in self._lines() if _train_step(line) == step >= 0}
-        self._restarts = RestartDetector(step, _metric_names(names))
+        self._restarts = RestartDetector(max(map(_train_step, self._lines()), default=-1))
         self._append()
 
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             values, step = scalars(row), row["step"]
             is_train = row.get("kind") == "train"  # rows of saves may come late, and are of earlier steps
-            if is_train and self._restarts.observe(step, _metric_names(values)):
+            if is_train and self._restarts.observe(row):
                 self._forget(step)
             point = [row.get(column, "") for column in _COLUMNS[:-2]]
             self._writer.writerows([*point, name, value] for name, value in values.items())
@@ -82,11 +80,6 @@ def _step(line: Sequence[str]) -> int:
 
 def _train_step(line: Sequence[str]) -> int:
     return _step(line) if len(line) == len(_COLUMNS) and line[2] == "train" else -1
-
-
-def _metric_names(names: Iterable[str]) -> set[str]:
-    """The names of metrics: every log point has times and the like."""
-    return {name for name in names if not name.startswith("headway/")}
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 
@@ -24,23 +24,22 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
 class RestartDetector:
     """Finds the log points from which on a restart repeats steps.
 
-    One step may have several log points, such as one that is due and one at the end of the epoch. They are of different
-    metrics, unless a restart repeats them.
+    One step may have several log points, such as one that is due and one at the end of the epoch, perhaps of the same
+    metrics. Only the first of them has trained samples, unless a restart repeats the step.
 
     >>> detector = RestartDetector()
-    >>> [detector.observe(step, [name]) for step, name in ((10, "loss"), (20, "loss"), (20, "fid"), (20, "loss"))]
+    >>> rows = [{"step": step, "samples_per_second": n} for step, n in ((10, 64), (20, 64), (20, 0), (20, 64))]
+    >>> [detector.observe(row) for row in rows]
     [False, False, False, True]
     """
 
-    def __init__(self, step: int = -1, names: Collection[str] = ()) -> None:
-        self._step, self._names = step, names
+    def __init__(self, step: int = -1) -> None:
+        self._step = step
 
-    def observe(self, step: int, names: Collection[str]) -> bool:
-        """Takes the next log point, with the names of its metrics; returns whether it repeats what was before."""
-        before, self._step = self._step, step
-        is_repeated = step < before or (step == before and not set(names).isdisjoint(self._names))
-        self._names = {*self._names, *names} if step == before and not is_repeated else names
-        return is_repeated
+    def observe(self, row: Mapping[str, Any]) -> bool:
+        """Takes the row of the next log point of training; returns whether it repeats what was before."""
+        before, self._step = self._step, row["step"]
+        return self._step < before or (self._step == before and bool(row.get("samples_per_second")))
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

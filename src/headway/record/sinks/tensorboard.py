@@ -62,7 +62,7 @@ class TensorBoard(Sink):
 
     def _write_row(self, row: MetricRow) -> None:
         if row["kind"] == "train":
-            self._restarted |= self._restarts.observe(row["step"], row.get("metrics", {}))
+            self._restarted |= self._restarts.observe(row)
         self._begin_session(row["step"])
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value)

@@ -140,7 +140,7 @@ class MetricRows:
             step, time, metrics = row.get("step"), row.get("time"), row.get("metrics")
             if not is_count(step) or not is_time(time) or not isinstance(metrics, dict):
                 continue
-            if row.get("kind") == "train" and restarts.observe(step, metrics):
+            if row.get("kind") == "train" and restarts.observe(row):
                 found.cut(step)
             if row.get("kind") == "epoch" and not known.of_epochs:
                 continue
@@ -272,7 +272,7 @@ class MetricRows:
         attempt = next((each for each in reversed(self.worlds) if each[0] <= time), (0.0, 1))
         is_continued = attempt[0] == self._attempt_began
         self._attempt_began = attempt[0]
-        if self._restarts.observe(step, _metrics(row)):
+        if self._restarts.observe(row):
             self._forget(step)
         elif before and step == before["step"]:  # another log point of it, such as at the end of an epoch
             self.last, self._pause_s = before | {"time": time}, 0.0
@@ -336,11 +336,6 @@ def _seconds(row: Row) -> dict[str, float]:
     if not isinstance(found, dict):
         return {}
     return {phase: float(s) for phase, s in found.items() if is_number(s) and s > 0}
-
-
-def _metrics(row: Row) -> Mapping[str, Any]:
-    found = row.get("metrics")
-    return found if isinstance(found, dict) else {}
 
 
 def _number(value: object) -> float | None:
