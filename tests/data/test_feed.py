@@ -18,9 +18,16 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import headway as hw
-from headway.data.feed import batch_mover
-from headway.data.feed.batch_mover import moving, to_device
-from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, StagedBatch, check_device
+from headway.data.feed import batch_mover, staging_thread
+from headway.data.feed.batch_mover import moving
+from headway.data.feed.device_feed import (
+    DeviceFeed,
+    FeedableLoader,
+    StagedBatch,
+    check_device,
+    is_small,
+    to_device,
+)
 from headway.data.feed.nested import find_tensors, map_tensors
 from headway.data.feed.pinned_ring import RingSlot, fits_slot, size_in_slot
 from headway.data.images.batch import Batch
@@ -49,6 +56,7 @@ def feed(monkeypatch: pytest.MonkeyPatch) -> FeedOnCpu:
     """The feed of all devices, for pipelines that use one."""
     feed = FeedOnCpu()
     monkeypatch.setattr(batch_mover, "shared_feed", lambda _: feed)
+    monkeypatch.setattr(staging_thread, "is_small", lambda _: False)
     return feed
 
 
@@ -230,6 +238,12 @@ def test_a_loader_that_makes_its_batches_is_never_asked_before_they_are_needed(f
 
 def running(name: str) -> bool:
     return any(thread.name == name for thread in threading.enumerate())
+
+
+def test_a_batch_is_small_if_all_of_its_tensors_are() -> None:
+    at_most = torch.empty(2**14)  # 64 KiB
+    assert is_small(()) and is_small({"x": [at_most, at_most.long()[: 2**13]], "y": "name"})
+    assert not is_small((at_most, [torch.empty(2**14 + 1)]))
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:

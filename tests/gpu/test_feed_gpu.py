@@ -54,6 +54,20 @@ def test_a_batch_is_whole_when_the_current_stream_reads_it() -> None:
         host.copy_(expected)
 
 
+def test_a_small_batch_waits_for_nothing_that_the_device_computes() -> None:
+    feed, host = DeviceFeed(device()), torch.arange(2**14, dtype=torch.int32)  # 64 KiB, not pinned
+    expected, before = host.clone(), torch.cuda.Event()
+    feed.move(host)  # what is done once
+    for _ in range(8):
+        torch.cuda._sleep(10 * LONG)
+        before.record()
+        moved, part = feed.move((host, host[::2]))
+        host.zero_()  # the loader uses its memory again
+        assert not before.query(), "the host was back while the device still computed"
+        assert torch.equal(moved.cpu(), expected) and torch.equal(part.cpu(), expected[::2])
+        host.copy_(expected)
+
+
 def test_memory_is_not_used_again_while_the_current_stream_reads_it() -> None:
     feed, results = DeviceFeed(device()), list[Tensor]()
     for number in range(6):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, check_device, shared_feed
-from headway.data.feed.nested import like, like_mapping
+from headway.data.feed.device_feed import DeviceFeed, FeedableLoader, shared_feed, to_device
 from headway.data.feed.staging_thread import StagingThread
 
 
@@ -66,22 +64,3 @@ def _feeding(loader: Iterable[Any], feed: DeviceFeed) -> Iterator[None]:
             loader.pin_memory = pinned
     else:
         yield
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
-    if isinstance(batch, (tuple, list)):
-        parts = []
-        for part in batch:  # most parts are plain tensors: no recursion for them
-            plain = type(part) is Tensor and part.is_cpu
-            parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
-        kind = type(batch)
-        return parts if kind is list else tuple(parts) if kind is tuple else like(batch, parts)
-    if isinstance(batch, Tensor):
-        if batch.device == device:
-            return batch
-        check_device(batch, device)
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return like_mapping(batch, {key: to_device(part, device) for key, part in batch.items()})
-    return batch

@@ -2,21 +2,26 @@
 
 A copy from pageable memory makes the host wait for all that the stream has still to do, and a copy on the stream of
 training makes the GPU wait for the copy. So batches go through pinned memory, on a stream of their own; an event tells
-the stream of training when a batch is there.
+the stream of training when a batch is there. Small tensors are the exception: CUDA takes them along with the call, and
+all of that would cost more than their copy.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from headway.data.feed.nested import find_tensors, map_tensors
+from headway.data.feed.nested import find_tensors, like, like_mapping, map_tensors
 from headway.data.feed.pinned_ring import PinnedRing, fits_slot, size_in_slot
 from headway.errors import UsageError
+
+_SMALL_BYTES = 2**16
+"""CUDA copies as much from memory that is not pinned, either, without a wait for what the stream has still to do"""
 
 
 class StagedBatch(NamedTuple):
@@ -68,7 +73,7 @@ class DeviceFeed:
 
     def move(self, batch: Any) -> Any:
         """Returns the batch on the device, for the current stream."""
-        return self.stage(batch).hand_over()
+        return to_device(batch, self._device) if is_small(batch) else self.stage(batch).hand_over()
 
     def _is_pageable(self, tensor: Tensor) -> bool:
         check_device(tensor, self._device)
@@ -89,6 +94,30 @@ class FeedableLoader(Protocol):
     """A loader whose own threads copy its batches to a device, some batches ahead."""
 
     def feed_to(self, feed: DeviceFeed | None, /) -> None: ...
+
+
+def is_small(batch: Any) -> bool:
+    """Whether a copy of the batch makes nobody wait, because none of its tensors is large."""
+    return all(tensor.numel() * tensor.element_size() <= _SMALL_BYTES for tensor in find_tensors(batch))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Returns the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
+    if isinstance(batch, (tuple, list)):
+        parts = []
+        for part in batch:  # most parts are plain tensors: no recursion for them
+            plain = type(part) is Tensor and part.is_cpu
+            parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
+        kind = type(batch)
+        return parts if kind is list else tuple(parts) if kind is tuple else like(batch, parts)
+    if isinstance(batch, Tensor):
+        if batch.device == device:
+            return batch
+        check_device(batch, device)
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return like_mapping(batch, {key: to_device(part, device) for key, part in batch.items()})
+    return batch
 
 
 def check_device(tensor: Tensor, device: torch.device) -> None:

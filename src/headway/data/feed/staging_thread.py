@@ -9,7 +9,7 @@ from contextlib import suppress
 from queue import Empty, Queue
 from typing import Any, NamedTuple, final
 
-from headway.data.feed.device_feed import DeviceFeed, StagedBatch
+from headway.data.feed.device_feed import DeviceFeed, StagedBatch, is_small
 from headway.data.feed.nested import find_tensors
 
 _AHEAD = 2  # batches
@@ -30,7 +30,7 @@ class StagingThread:
 
     Only for batches that exist: a loader that makes them may save its position, or draw from the random numbers of the
     model, and must not be asked before its batch is needed. A batch with a tensor of the two before it is copied when
-    it is asked for: it may be one buffer, which the loop refills.
+    it is asked for: it may be one buffer, which the loop refills. So is a small one, whose copy makes nobody wait.
 
         with closing(StagingThread(feed)) as thread:
             for batch in thread.stage_ahead(batches):
@@ -76,7 +76,8 @@ class StagingThread:
         try:
             for batch in batches:
                 tensors = {id(tensor) for tensor in find_tensors(batch)}
-                staged = self._feed.stage(batch) if all(map(tensors.isdisjoint, before)) else None
+                is_ahead = all(map(tensors.isdisjoint, before)) and not is_small(batch)
+                staged = self._feed.stage(batch) if is_ahead else None
                 before.append(tensors)
                 if self._stopped.is_set():
                     return

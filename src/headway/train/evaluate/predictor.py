@@ -24,7 +24,7 @@ from torch import Tensor
 from headway import dist
 from headway.checkpoint.format import dtypes
 from headway.data import DataLoader
-from headway.data.feed.batch_mover import to_device
+from headway.data.feed.device_feed import to_device
 from headway.dist.collective.exchange import RankExchange, gather_rows
 from headway.dist.collective.guard import from_root
 from headway.errors import UsageError
