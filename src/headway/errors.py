@@ -6,7 +6,6 @@
     │   └── UnreadableRun        86    a run with checkpoints cannot be read; headway never starts over silently
     ├── RankFailure               1    another rank failed, and this one stops because of it
     │   └── BarrierTimeout        1    some ranks did not reach a barrier; the message names them
-    ├── UnfitNodes                1    the nodes of a job were examined, and would break the run
     ├── BadShard                  1    a file is not a complete archive of samples
     ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
     ├── UnfitNodes                1    the nodes of a job were examined, and would break the run

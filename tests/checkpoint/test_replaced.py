@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -117,6 +118,22 @@ def test_ranks_never_read_parts_of_two(tmp_path: Path, monkeypatch: pytest.Monke
             loaded = checkpoint.load(tmp_path / STEP)
         assert loaded.state["value"] == loaded.state["models"]["net"]["a"][0].item() == value
         headway.barrier()
+
+
+@ranks(2)
+def test_a_rank_that_sees_a_later_save_first_is_no_sign_of_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 finds another manifest for a moment; the directory that rank 0 sees stays the same."""
+    save(tmp_path, 1.0)
+    real, todo = api.read_manifest, [1] if headway.rank() == 1 else []
+
+    def read(directory: Any) -> Any:
+        found = real(directory)
+        return dataclasses.replace(found, save="later") if todo and todo.pop() else found
+
+    monkeypatch.setattr(api, "read_manifest", read)
+    assert checkpoint.load(tmp_path / STEP).state["value"] == 1.0
 
 
 def test_one_that_is_removed_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,3 +154,18 @@ def test_files_that_a_reader_has_open_on_nfs_are_removed_later(
 
 def test_nothing_to_prune(tmp_path: Path) -> None:
     assert checkpoint.prune(tmp_path / "none", Retention()) == []
+
+
+def test_a_disk_that_fails_while_files_are_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 4):
+        checkpoint.save(tmp_path, {"x": step}, step=step)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match=r"\.del-path-1-.*Input/output"):
+        patch.setattr(os, "rmdir", fail)
+        removed = checkpoint.prune(tmp_path, Retention(keep_last=2))
+    assert [path.name for path in removed] == ["step-000000000001"]

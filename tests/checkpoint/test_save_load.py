@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -478,3 +479,34 @@ def test_small_and_large_parts_keep_their_order(tmp_path: Path) -> None:
     fact = write_file(tmp_path / "file", map(memoryview, parts))
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
     assert fact.bytes == sum(lengths) and fact.crc32 == f"{zlib.crc32(b''.join(parts)):08x}"
+
+
+def test_by_the_path_of_a_run_what_was_saved_there_before_is_found(tmp_path: Path) -> None:
+    """As scripts did that saved into the directory of their run itself; also if all of it is damaged."""
+    run = Run.create(tmp_path)
+    checkpoint.save(tmp_path / "earlier", {"x": 1}, step=1)
+    (tmp_path / "earlier" / "step-000000000001").rename(own := run.path / "step-000000000001")
+    loaded = checkpoint.load_latest(run.path)
+    assert loaded is not None and loaded.path == own
+    checkpoint.save(run.path, {"x": 2}, step=2)
+    assert (run.path / "step-000000000002").is_dir()
+    for step in (1, 2):
+        (run.path / f"step-{step:012d}" / "manifest.json").write_text("{")
+    for _ in range(2):
+        with pytest.raises(NoValidCheckpoint):
+            checkpoint.load_latest(run.path)
+
+
+def test_who_may_read_only_the_checkpoints_of_a_run_loads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.create(tmp_path)
+    checkpoint.save(run, {"x": 1}, step=1)
+
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(api, "check_free", refuse)  # root, who runs tests in containers, may read everything
+    for where in (run.path, run.checkpoints_dir):
+        loaded = checkpoint.load_latest(where)
+        assert loaded is not None and loaded.step == 1

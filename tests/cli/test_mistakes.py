@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -173,6 +174,22 @@ def test_a_directory_that_is_gone_is_named(
     Path("../gone").rmdir()
     assert main(["run", "missing.py"]) == 2
     assert "headway: the working directory does not exist any more" in capsys.readouterr().err
+
+
+def test_no_directory_for_temporary_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr(tempfile, "mkdtemp", fail)
+    assert main(["run", "--smoke", "train.py"]) == 74
+    assert (
+        "headway: No usable temporary directory found in ['/tmp']; for temporary files, TMPDIR"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_axis_may_be_longer_than_the_name_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.errors import StorageError
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.scratch import scratch_directory
 
@@ -71,3 +73,12 @@ def test_what_belongs_to_others_is_left_alone(tmp: Path, monkeypatch: pytest.Mon
 def test_an_agent_leaves_nothing(tmp: Path) -> None:
     assert Agent([sys.executable, "-c", "raise SystemExit(3)"], nproc=1).run() == 1
     assert [path.name for path in tmp.iterdir()] == []
+
+
+def test_no_directory_for_temporary_files_is_an_error_of_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(StorageError, match="No usable temporary directory"), scratch_directory():
+        pass

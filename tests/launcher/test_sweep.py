@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from headway.launcher.agent.agent import Agent
 from headway.launcher.code import snapshot
 from headway.launcher.sweep import arguments, grid, join, label, member
 from headway.run import Run
+from headway.run.job_record import record_start
 from headway.watch.runs import resolve, summarize
 
 
@@ -161,6 +163,46 @@ def test_a_run_of_a_sweep_on_this_machine_is_resumed(
     assert [row.status.state for row in summarize(runs)] == ["done", "done"]
     assert main(["resume", str(runs[0].path)]) == 2
     assert "is done: there is nothing to resume" in capsys.readouterr().err
+
+
+def test_a_run_of_a_sweep_never_runs_twice_at_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first runs when somebody resumes it, and the second, which waits: only that starts, and only once."""
+    (project / "train.py").touch()
+    starts: list[str] = []
+
+    def train(agent: Agent) -> int:
+        starts.append(agent._environ["HEADWAY_RUN"])
+        if len(starts) == 1:
+            runs = resolve([label_of(project)])
+            assert [row.status.state for row in summarize(runs)] == ["running", "new"]
+            assert main(["resume", str(runs[0].path)]) == 2
+            assert f"{runs[0].id} is running" in capsys.readouterr().err
+            assert main(["resume", str(runs[1].path)]) == 0
+        return 0
+
+    monkeypatch.setattr(Agent, "run", train)
+    assert main(["run", "--array", "lr=1,2", "train.py"]) == 0
+    first, second = resolve([label_of(project)])
+    assert starts == [str(first.path), str(second.path)]
+    assert f"lr=2 in {second.path} was started by another command meanwhile" in capsys.readouterr().err
+    record_start(first)  # again, also where it has ended before
+    first.ended_file.unlink()
+    assert main(["resume", str(first.path)]) == 2 and len(starts) == 2
+
+
+def test_on_how_many_processes_an_older_sweep_ran_must_be_said(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "train.py").write_text("import sys; sys.exit(130)")
+    assert main(["run", "--array", "lr=1,2", "train.py"]) == 130
+    run = resolve([label_of(project)])[1]
+    run.info_file.write_text(json.dumps(run.info() | {"world": None}))
+    assert main(["resume", str(run.path), "--dry-run"]) == 2
+    assert f"headway resume {run.id} --nproc N" in capsys.readouterr().err
+    assert main(["resume", str(run.path), "--dry-run", "--nproc", "2"]) == 0
+    assert "would start on 2 processes" in capsys.readouterr().out
 
 
 def test_an_agent_that_fails_is_the_end_of_its_run(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

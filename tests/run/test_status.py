@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from headway.run import Run, lock
-from headway.run.job_record import record_end
+from headway.run.job_record import record_end, record_start
 from headway.run.status import Status, check_over, status
 from headway.schedulers.base import JobIds, Queue
 from headway.schedulers.slurm.queue import job_status
@@ -255,6 +255,14 @@ def test_a_job_that_a_scheduler_was_asked_to_take_may_be_queued(run: Run) -> Non
     assert state(run)[0] == "failed", "it has started, and could not note its number"
 
 
+def test_training_by_hand_after_an_answer_that_was_lost_counts(run: Run) -> None:
+    submitted(run, scheduler="slurm", time=datetime.now().astimezone().isoformat(timespec="seconds"))
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    assert state(run) == ("done", "")
+    submitted(run, scheduler="slurm", time="2999-01-01T00:00:00+00:00")
+    assert state(run)[0] == "queued", "it was submitted after that"
+
+
 def test_how_a_script_without_attempts_ended(run: Run) -> None:
     submitted(run, job_id="12")
     assert state(run) == ("lost", "SLURM job 12 is no longer known, and left no record")
@@ -289,6 +297,31 @@ def test_a_job_whose_process_is_gone_or_elsewhere(run: Run) -> None:
     assert word == "lost" and f"pid {os.getpid()} is gone" in why
     submitted(run, **(ProcessIdentity.of().to_dict() | {"machine": "another", "host": "n7"}))
     assert state(run) == ("running", "on n7, which cannot be checked from here")
+
+
+def test_a_script_without_attempts_runs_as_long_as_who_started_it(run: Run) -> None:
+    record_start(run)
+    assert state(run) == ("running", "")
+    (start,) = map(json.loads, run.starts_file.read_text().splitlines())
+    for change, expected in (
+        ({"born": "0"}, "lost"),
+        ({"machine": "another", "host": "n7"}, "running"),
+        ({"machine": "boot pid:[1]"}, "lost"),  # this host, before it was started again
+        ({"pid": None}, "new"),  # as older versions wrote it
+        ({"job": "7"}, "new"),  # which its scheduler knows
+    ):
+        run.starts_file.write_text(json.dumps(start | change) + "\n")
+        assert state(run)[0] == expected, change
+    run.starts_file.write_text(json.dumps(start) + "\n")
+    record_end(run, 0)
+    run.ended_file.unlink()
+    assert state(run) == ("new", "")
+
+
+def test_an_end_from_before_a_rebuild_is_not_the_end_of_later_attempts(run: Run) -> None:
+    run.end_attempt(run.begin_attempt(world={}), status="done", exit_code=0)
+    run.ended_file.write_text(json.dumps({"exit_code": 1, "time": "2000", "attempts": 5}))
+    assert state(run) == ("done", "")
 
 
 UNRECORDED: dict[str, tuple[dict[str, dict[str, Any]], tuple[str, int | None]]] = {

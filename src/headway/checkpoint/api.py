@@ -31,7 +31,7 @@ from headway.checkpoint.write import disk
 from headway.checkpoint.write.saver import Saver
 from headway.dist.collective.exchange import RankExchange, rank_and_size
 from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageError
-from headway.run import Run
+from headway.run import Run, has_info
 from headway.run.lock import RunLock, check_free
 from headway.run.paths import RunPaths
 from headway.system import files
@@ -40,6 +40,8 @@ from headway.system.failpoints import failpoint
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOOK_PAUSES_S = (0.0, 0.1, 1.0, 10.0)
 """before each look at a checkpoint that changes while the ranks read it; another host may see that late"""
+
+_REPLACED = "a later save has replaced it"
 
 
 @final
@@ -240,19 +242,21 @@ def _may_rename(where: CheckpointRoot) -> bool:
     """Whether no other process trains where these checkpoints are, which may be given as a run or by their path."""
     if isinstance(where, Run):
         return where.is_ours()
-    run = RunPaths(path=resolve_root(where)[0].parent)
-    try:
-        with files.storage(f"find out who trains in {run.path}"):
+    parent, _ = resolve_root(where)
+    run = RunPaths(path=parent if has_info(parent) else parent.parent)
+    with files.storage(f"find out who trains in {run.path}"):
+        try:
             check_free(run.lock_dir)
-    except RunLocked:
-        return False
+        except (RunLocked, PermissionError):  # another user's run, of which only the checkpoints are shared
+            return False
     return True
 
 
 def _load(path: Path, save: str | None, state: Mapping[str, Any] | None) -> LoadedCheckpoint | None:
     """Loads a checkpoint that was just verified; all ranks return or all raise.
 
-    None if the save that was verified is not there any more: it was replaced or removed while the ranks were reading.
+    None if the save that was verified is not there any more: it was replaced or removed while the ranks were reading,
+    and some of them may see that before others do.
     """
     results: list[LoadedCheckpoint] = []
 
@@ -261,7 +265,7 @@ def _load(path: Path, save: str | None, state: Mapping[str, Any] | None) -> Load
             with CheckpointDirectory(path) as directory:
                 manifest = read_manifest(directory)
                 if manifest.save != save:
-                    return "a later save has replaced it"
+                    return _REPLACED
                 results.append(_read(directory, manifest, state))
         except DamagedCheckpoint as problem:
             return str(problem)
@@ -271,7 +275,7 @@ def _load(path: Path, save: str | None, state: Mapping[str, Any] | None) -> Load
     problems = [problem for problem in exchange.all_gather(read) if problem is not None]
     if not problems:
         return results[0]
-    if exchange.from_root(partial(read_save, path)) != save:
+    if _REPLACED in problems or set(exchange.all_gather(partial(read_save, path))) != {save}:
         return None
     raise NoValidCheckpoint(
         f"{path} was damaged while it was being read: {problems[0]}. Take another checkpoint"

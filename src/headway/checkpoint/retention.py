@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import shutil
 import warnings
@@ -22,6 +23,8 @@ from headway.errors import NewerFormat, UsageError
 from headway.run import Run
 from headway.system import files
 from headway.system.failpoints import failpoint
+
+_IN_USE = (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY)
 
 
 @final
@@ -104,10 +107,22 @@ def _remove(path: Path, hidden: Path) -> None:
     failpoint("retention.after_rename")
     files.sync_dir(path.parent)
     failpoint("retention.before_delete")
-    shutil.rmtree(
-        hidden, ignore_errors=True
-    )  # what a reader on NFS has open stays; the next save removes the rest
+    shutil.rmtree(hidden, ignore_errors=True)  # as much as can be
+    _warn_of_rest(hidden)
     failpoint("retention.after_delete")
+
+
+def _warn_of_rest(hidden: Path) -> None:
+    """Says why a directory cannot be removed, unless a reader on NFS has files of it open."""
+    try:
+        shutil.rmtree(hidden)
+    except OSError as error:
+        if error.errno not in _IN_USE:
+            warnings.warn(
+                f"{hidden} could not be removed, and takes space: {error.strerror}; the next save tries again",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 def read_manifests(parent: Path) -> dict[int, Manifest]:

@@ -100,11 +100,25 @@ def _report_storage(error: OSError) -> int:
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         return _report(StorageError(f"{name}: {error.strerror}; check its owner, mode and file system"))
     if isinstance(error, FileNotFoundError):
+        if _has_working_directory():
+            return _report(
+                StorageError(
+                    f"{error.strerror or error}; for temporary files, TMPDIR names another directory"
+                )
+            )
         return _report(UsageError("the working directory does not exist any more: cd to one that does"))
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         raise error
     _discard_output()
     return _report(StorageError(f"the output could not be written: {error.strerror}"))
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _discard_output() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 
 from headway.cli.parser import Parser, positive
 from headway.cli.screen import safe
@@ -55,8 +54,7 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"{run.id} was started on this machine: use --nproc instead of --nodes")
     if run.call_dir.is_dir():
         return _call(run, options.nproc, dry_run=options.dry_run)
-    program = local_program(run)
-    program = replace(program, nproc=options.nproc or program.nproc)
+    program = local_program(run, nproc=options.nproc)
     if options.dry_run:
         print(safe(f"would start on {program.nproc} processes: {shlex.join(program.command)}"))
         return DONE

@@ -16,7 +16,7 @@ from headway.launcher.enqueue import set_end_aside
 from headway.launcher.program import Program
 from headway.launcher.submit_script import Script, check_script, make_program, prepare_runs
 from headway.run import Run
-from headway.run.job_record import record_end, record_failed_start, record_start
+from headway.run.job_record import read_starts, record_end, record_failed_start, record_start
 from headway.system import environment
 from headway.system.log import logger
 from headway.system.redact import REDACTED
@@ -38,7 +38,11 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
             logger.info(note)
     failed = DONE
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
-        logger.info(f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}")
+        what = f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}"
+        if read_starts(run) or run.info()["attempts"]:
+            logger.info(f"{what} was started by another command meanwhile, and is left to that")
+            continue
+        logger.info(what)
         agent = _agent_in(run, replace(make_program(run, script, values), nproc=nproc))
         code = _run_recorded(run, agent)
         failed = failed or code
@@ -68,8 +72,10 @@ def _run_recorded(run: Run, agent: Agent) -> int:
     return code
 
 
-def local_program(run: Run) -> Program:
+def local_program(run: Run, *, nproc: int | None = None) -> Program:
     """The script that ran on this machine, where and on how many ranks, from its record; one of a sweep, from its copy.
+
+    `nproc` is another number of ranks, or the one that the record does not have.
 
     >>> local_program(Run.open("runs/digits-2026.11.15-14.30-x7k2")).command  # doctest: +SKIP
     ['python', 'train.py', '--lr', '3e-4']
@@ -82,8 +88,13 @@ def local_program(run: Run) -> Program:
             f"the record of {run.id} leaves out a secret of its command line: start it by hand, with "
             f"{environment.RUN}={run.path}"
         )
-    nproc = int(world.get("world_size", 1))
-    if sweep.member(run) is not None:
+    is_member = sweep.member(run) is not None
+    if nproc is None and is_member and "world_size" not in world:
+        raise UsageError(
+            f"the record of {run.id} does not say on how many processes it runs: headway resume {run.id} --nproc N"
+        )
+    nproc = nproc or int(world.get("world_size", 1))
+    if is_member:
         name, *args = command
         script = Script(name=name, args=args, module=info["code"]["snapshot"]["script"] is None)
         return replace(make_program(run, script, {}), nproc=nproc)

@@ -130,8 +130,9 @@ def read_end(path: Path) -> dict[str, Any] | None:
 def is_end_of(ended: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
     """Returns whether ended.json is about the newest attempt of its run, and not about an earlier one.
 
-    It says how many attempts there were. One of an older version has only its time, by the clock of another node.
+    It says how many attempts there were; those may be more than a run.json has that was rebuilt since. One of an older
+    version has only its time, by the clock of another node.
     """
     if isinstance(count := ended.get("attempts"), int):
-        return bool(count >= attempt["number"])
+        return bool(count == attempt["number"])
     return bool(ended["time"] >= attempt["started"])

@@ -7,7 +7,6 @@ the supervisor knows how a rank ended that was killed.
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from headway.run.directory import Run
 from headway.run.info import is_end_of, newest_step, read_end, read_json
 from headway.system import files, jsonlines
 from headway.system.jsonlines import JsonLinesWriter, is_time
+from headway.system.locks import ProcessIdentity
 
 
 @final
@@ -33,9 +33,9 @@ class Start:
 
 
 def record_start(run: Run, *, job: str | None = None) -> None:
-    """Records that the job of a run starts now; `job` is its number."""
-    output = last_output(run)
-    _append(run, {"event": "start", "host": socket.gethostname(), "job": job, "output_before": output})
+    """Records that the job of a run starts now, by this process; `job` is its number."""
+    process = ProcessIdentity.of().to_dict()
+    _append(run, {"event": "start", **process, "job": job, "output_before": last_output(run)})
 
 
 def read_starts(run: Run) -> list[Start]:
@@ -57,6 +57,12 @@ def read_starts(run: Run) -> list[Start]:
         elif is_open:
             found[-1] = replace(found[-1], ended=now)
     return found
+
+
+def open_start(run: Run) -> Mapping[str, Any]:
+    """Returns what is recorded of the last start if its end is not; empty if it is, or a scheduler knows the job."""
+    last = next(jsonlines.read_reversed(run.starts_file), {})
+    return last if last.get("event") == "start" and last.get("job") is None else {}
 
 
 def last_output(run: Run) -> float | None:

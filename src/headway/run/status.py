@@ -20,7 +20,7 @@ from headway.errors import DONE, UsageError
 from headway.run import Run, lock
 from headway.run.exit_codes import EXIT_CODES, code_of, state_of
 from headway.run.info import read_json
-from headway.run.job_record import read_last_end
+from headway.run.job_record import open_start, read_last_end
 from headway.schedulers.base import JobIds, JobStatus, Queue
 from headway.system.locks import ProcessIdentity
 
@@ -73,7 +73,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if attempts:
         said = ((ended or {}).get("error"), queue_why)
         recorded = _recorded_status(run, attempts[-1], job if in_queue else None, said)
-    process = _process(submitted)
+    process = _process(submitted or open_start(run))
     for sign in (recorded, process):
         if sign and sign.state == "running" and sign.certain:
             return sign
@@ -82,7 +82,8 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
             return recorded
         state: State = state_of(ended["exit_code"])
         return Status(state=state, why=_reason(run, state, ended["exit_code"], ended.get("error"), queue_why))
-    if is_unanswered(submitted) and (recorded is None or recorded.state != "running"):
+    by_hand = attempts and _began_since(submitted, attempts[-1])  # a job would have noted its number
+    if is_unanswered(submitted) and not by_hand and (recorded is None or recorded.state != "running"):
         return Status(state="queued", why=f"{_UNANSWERED} {run.id}", certain=False)
     if recorded and recorded.state != "lost":
         return recorded
@@ -96,6 +97,14 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
 def is_unanswered(submitted: Mapping[str, Any]) -> bool:
     """Returns whether a scheduler was asked to take the job of a run, and its answer was lost, or is yet to come."""
     return "scheduler" in submitted and "job_id" not in submitted
+
+
+def _began_since(submitted: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
+    """Returns whether an attempt began after the scheduler was asked to take the job of its run."""
+    try:
+        return datetime.fromisoformat(attempt["started"]) >= datetime.fromisoformat(submitted["time"])
+    except (KeyError, TypeError, ValueError):  # an older version, or another's file
+        return False
 
 
 def _held_after_the_end(
@@ -161,20 +170,21 @@ def _reason(run: Run, state: State, code: int | None, *said: str | None) -> str:
     return " ".join(str(next(filter(None, (_failure(run), *said)), by_code)).split())
 
 
-def _process(submitted: Mapping[str, Any]) -> Status | None:
+def _process(started: Mapping[str, Any]) -> Status | None:
     """Returns the status of a job that was started as a process, without a scheduler; None if it is not named."""
-    match submitted:
+    match started:
         case {"host": str(), "machine": str(), "pid": int(), "born": str() | None}:
-            alive = ProcessIdentity.from_dict(submitted).is_alive()
+            process = ProcessIdentity.from_dict(started)
+            alive = False if process.is_before_restart() else process.is_alive()
         case _:
             return None
     if alive:
         return Status(state="running")
     if alive is None:
         return Status(
-            state="running", why=f"on {submitted['host']}, which cannot be checked from here", certain=False
+            state="running", why=f"on {process.host}, which cannot be checked from here", certain=False
         )
-    return Status(state="lost", why=f"pid {submitted['pid']} is gone and recorded no end")
+    return Status(state="lost", why=f"pid {process.pid} is gone and recorded no end")
 
 
 def _failure(run: Run) -> str:

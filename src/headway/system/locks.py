@@ -141,6 +141,11 @@ class ProcessIdentity:
             return None
         return self.born is not None and _birth(self.pid) == self.born
 
+    def is_before_restart(self) -> bool:
+        """Returns whether the process ran on a host of this name before that was started again; only Linux tells."""
+        boot = boot_id()
+        return bool(boot) and self.host == socket.gethostname() and not self.machine.startswith(f"{boot} ")
+
 
 def _machine() -> str:
     boot = boot_id()

@@ -158,7 +158,12 @@ def resolve_root(where: CheckpointRoot) -> tuple[Path, str]:
     """Returns the directory of all checkpoints, and the owner whose unfinished saves may be removed in it."""
     if isinstance(where, Run):
         return where.checkpoints_dir, where.id
-    return checkpoints_at(Path(where).absolute()), "path"
+    path = Path(where).absolute()
+    if has_info(path) and _has_own(
+        path
+    ):  # saved by the path of a run, which once meant that directory itself
+        return path, "path"
+    return checkpoints_at(path), "path"
 
 
 def checkpoints_at(path: Path) -> Path:
@@ -178,6 +183,17 @@ def has_checkpoints(parent: Path) -> bool:
 
 def step_dir(parent: Path, step: int) -> Path:
     return parent / step_name(step)
+
+
+def _has_own(path: Path) -> bool:
+    try:
+        return has_checkpoints(path)
+    except StorageError as error:
+        if isinstance(
+            error.__cause__, PermissionError
+        ):  # only the checkpoints in it are shared with this user
+            return False
+        raise
 
 
 def _names(parent: Path) -> list[str]:

@@ -25,8 +25,8 @@ def scratch_directory() -> Iterator[Path]:
     >>> with scratch_directory() as directory:
     ...     (directory / "heartbeat-0").mkdir()
     """
-    _sweep()
-    with files.storage(f"make a directory in {tempfile.gettempdir()}"):
+    with files.storage("make a directory for temporary files"):
+        _sweep()
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
     with FileLock.open_directory(directory) as lock:
         try:
