@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from headway.data.cache.staging import (
     log_progress,
     stage as stage_plain,
 )
+from headway.data.shards import pack
 from headway.errors import StorageError, UsageError
 
 
@@ -245,6 +247,24 @@ def test_a_list_may_have_its_sums_in_capitals(source: Path) -> None:
     digest = hashlib.sha256(file.read_bytes()).hexdigest().upper()
     (source / "SHA256SUMS").write_text(f"{digest} *a/0.tar\n")
     assert stage([source]).files == 7
+
+
+def test_what_marks_shards_as_not_all_of_the_data_stays_with_the_source(
+    source: Path, node: Path, messages: list[str]
+) -> None:
+    """Only who packed may read it; a copy would have it for ever, also when the source is whole."""
+
+    def samples() -> Iterator[dict[str, object]]:
+        yield from ({"__key__": f"{number}", "bin": bytes(5000)} for number in range(10))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(samples(), source / "packed", shard_size=20_480)
+    wanted = contents(source)
+    wanted.pop("packed/.shard.packing")
+    stage([source, source / "a" / "3.tar"])
+    assert contents(node / "data set") == wanted and "packed/shard-000000.tar" in wanted
+    assert [f"packing into {source / 'packed'} was interrupted" in text for text in messages] == [True]
 
 
 def test_files_of_an_earlier_version_are_named(source: Path, node: Path, messages: list[str]) -> None:

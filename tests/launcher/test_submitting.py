@@ -390,9 +390,21 @@ def test_a_run_whose_scheduler_does_not_answer_may_be_in_the_queue(
     assert f"{run.id} may be queued or running (" in said and "Unable to contact slurm controller" in said
     with pytest.raises(UsageError, match="may be queued or running"):
         hw.Job.open(run).resume()
-    assert main(["runs", "rm", "--yes", str(run.path)]) == 2 and run.path.exists()
-    assert f"{run.id} may be in the queue (" in capsys.readouterr().err
     assert len(sbatch.submitted) == 1
+    run.write_failure(
+        {"kind": "lost", "error": "cn000 is lost"}, instead=True
+    )  # it was queued again for that
+    for code in (75, 143, 1):
+        record_end(run, code)
+        assert main(["runs", "rm", "--yes", str(run.path)]) == 2 and run.path.exists()
+        said = capsys.readouterr().err
+        assert f"{run.id} may be in the queue (" in said and f": rm -r {run.path}" in said
+        assert main(["runs", "archive", "--yes", str(run.path)]) == 2 and run.path.exists()
+        said = capsys.readouterr().err
+        assert said.endswith("; try again when the scheduler answers\n") and "rm -r" not in said
+    run.failure_file.unlink()
+    assert main(["runs", "archive", "--yes", str(run.path)]) == 0, "a job that has failed is not queued again"
+    assert not run.path.exists()
 
 
 def test_a_start_that_is_refused_leaves_the_last_end_as_it_was(

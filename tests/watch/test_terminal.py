@@ -7,11 +7,13 @@ import os
 import pty
 import re
 import select
+import shutil
 import sys
 import termios
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from synthetic_run import make_run, row, write_rows
@@ -257,6 +259,19 @@ def test_a_loss_that_is_not_finite_is_json(tmp_path: Path, capsys: pytest.Captur
     assert main(["watch", str(run.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["curves"]["train/loss"]["last"] == "nan"
+
+
+def test_a_pipe_ends_with_a_run_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.create(tmp_path, name="waits", config={})
+    # without its run.json, it may be that this is replaced
+    looks = iter([run.info_file.unlink, lambda: shutil.rmtree(run.path)])
+    monkeypatch.setattr("headway.watch.terminal.lines.time", SimpleNamespace(sleep=lambda _: next(looks)()))
+    assert main(["watch", str(run.path)]) == 2
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 2 and f"{run.path} is gone: the run was removed or moved" in said.err
+    assert not list(looks)
 
 
 def test_a_pipe_does_not_end_with_a_run_that_looks_lost_for_a_moment(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from headway.cli.parser import Parser
 from headway.cli.screen import print_json, safe
@@ -78,12 +79,14 @@ def _parser(verb: str, description: str, examples: str) -> Parser:
     return parser
 
 
-def _agreed(places: Sequence[str], root: str, what: str, *, yes: bool, dry_run: bool) -> Sequence[Run]:
+def _agreed(
+    places: Sequence[str], root: str, what: Literal["remove", "archive"], *, yes: bool, dry_run: bool
+) -> Sequence[Run]:
     """Shows the runs with their sizes, and asks; returns those to work on. What is running is refused."""
     # the copy of the code that the runs of a sweep share goes last
     runs = sorted(resolve(places, root), key=lambda run: run.snapshot_dir.is_dir())
     for run in runs:
-        check_idle(run)
+        check_idle(run, what)
         check_code(run, leaving=runs)
     sizes = [size_of(run) for run in runs]
     for run, size in zip(runs, sizes, strict=True):

@@ -90,15 +90,28 @@ def _show(runs: Sequence[Run], options: argparse.Namespace) -> None:
 
 def _follow(run: Run, options: argparse.Namespace) -> None:
     """Prints lines about a run until it is over; with alerts about a root, then about the next, until Ctrl-C."""
-    follow(RunView(run), lambda line: print(line, flush=True))
     if not options.alert or not _is_root(options.run):
+        follow(RunView(run), _print_line)
         return
+    _follow_while_there(run)
     print("alerts go on for all runs of the root: Ctrl-C ends them", flush=True)
     while True:
         for each in _running(options):
             print(safe(f"now {each.id}"), flush=True)
-            follow(RunView(each), lambda line: print(line, flush=True))
+            _follow_while_there(each)
         _pause()
+
+
+def _follow_while_there(run: Run) -> None:
+    """Prints lines about a run of a root until it is over, or removed: alerts about the others go on."""
+    try:
+        follow(RunView(run), _print_line)
+    except UsageError as error:
+        _print_line(safe(str(error)))
+
+
+def _print_line(line: str) -> None:
+    print(line, flush=True)
 
 
 def _running(options: argparse.Namespace) -> Sequence[Run]:

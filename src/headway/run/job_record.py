@@ -113,6 +113,18 @@ def read_last_end(run: Run, attempts: Sequence[Mapping[str, Any]]) -> Mapping[st
     return None if ended and attempts and not is_end_of(ended, attempts[-1]) else ended
 
 
+def is_over_for_good(run: Run) -> bool:
+    """Returns whether the record of the last end alone says that no job of the run is queued.
+
+    A job that was stopped, ended by SIGTERM or has lost a node may be queued again. Who submits another one removes the
+    record first.
+    """
+    ended = read_last_end(run, run.info()["attempts"])
+    if ended is None or ended["exit_code"] in (Stopped.exit_code, TERMINATED):
+        return False
+    return (read_json(run.failure_file) or {}).get("kind") not in ("lost", "vanished")
+
+
 def exit_seconds(run: Run) -> float:
     """Returns how long the last job took from the end of its attempt to the record of its own end; 0 if unknown.
 

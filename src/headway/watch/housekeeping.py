@@ -10,10 +10,12 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from headway.errors import StorageError, UsageError
 from headway.launcher.enqueue import remove_dead_links
 from headway.run import Run, runs_under
+from headway.run.job_record import is_over_for_good
 from headway.system import files, ownership
 from headway.system.text import shorten_list
 from headway.watch.runs import summarize, summary_of
@@ -33,14 +35,14 @@ def size_of(run: Run) -> int:
     return total
 
 
-def check_idle(run: Run) -> None:
+def check_idle(run: Run, what: Literal["remove", "archive"]) -> None:
     """Raises `UsageError` if a run is running, or queued, or cannot be known not to be."""
     now = summary_of(run).status
-    if not now.certain and now.state != "running":
-        by_hand = f"rm -r {shlex.quote(str(run.path))}"
-        raise UsageError(
-            f"{run.id} may be in the queue ({now.why}); once you know that it is not there: {by_hand}"
-        )
+    if not now.certain and now.state != "running" and not is_over_for_good(run):
+        advice = "try again when the scheduler answers"
+        if what == "remove":
+            advice = f"once you know that it is not there: rm -r {shlex.quote(str(run.path))}"
+        raise UsageError(f"{run.id} may be in the queue ({now.why}); {advice}")
     if now.state in _BUSY:
         raise UsageError(f"{run.id} is {now.state}: wait until it has ended, or stop it first")
 
@@ -72,7 +74,7 @@ def remove(run: Run) -> None:
 
     >>> remove(Run.open("runs/digits-2026.11.15-14.30-x7k2"))
     """
-    with _idle(run), files.storage(f"remove {run.path}"):
+    with _idle(run, "remove"), files.storage(f"remove {run.path}"):
         hidden = run.path.with_name(f".headway-{run.id}.tmp")
         run.path.rename(hidden)
     with files.storage(f"remove {hidden}"):
@@ -89,7 +91,7 @@ def archive(run: Run, directory: Path | None = None) -> Path:
     target = (directory or run.path.parent / "archive") / f"{run.id}.tar"
     if target.exists():
         raise UsageError(f"{target} exists already: move it away first")
-    with _idle(run), files.storage(f"write {target}"):
+    with _idle(run, "archive"), files.storage(f"write {target}"):
         target.parent.mkdir(mode=0o700, exist_ok=True)
         if directory is None:  # nobody has said that it is to be trusted
             _check_own(target.parent)
@@ -127,10 +129,10 @@ def _check_own(directory: Path) -> None:
 
 
 @contextmanager
-def _idle(run: Run) -> Iterator[None]:
+def _idle(run: Run, what: Literal["remove", "archive"]) -> Iterator[None]:
     if run.path.is_symlink():
         raise UsageError(f"{run.path} is a link: give the run itself, {run.path.resolve()}")
-    check_idle(run)
+    check_idle(run, what)
     check_code(run)
     with run.lock():
         yield

@@ -77,6 +77,7 @@ def stage(
     with files.storage(f"stage to {directory}"), _exclusive(directory):
         staged = list(list_files(sources, directory))
         missing = [file for file in staged if not file.is_staged()]
+        _warn_of_unfinished(staged, sources)
         _warn_of_others(staged, directory)
         _check_space(missing, directory)
         total, left = (sum(file.size for file in each) for each in (staged, missing))
@@ -181,7 +182,10 @@ def list_files(sources: Sequence[str | os.PathLike[str]], directory: Path) -> It
 
 
 def _walk(path: Path, parents: set[tuple[int, int]]) -> Iterator[Path]:
-    """Yields the files below `path`, through links; a link back to one of the `parents` is skipped."""
+    """Yields the files below `path`, through links; a link back to one of the `parents` is skipped.
+
+    So is what marks shards as not all of the data: others may not read it, and it is not of the copy.
+    """
     if path.is_file():
         yield path
         return
@@ -192,8 +196,12 @@ def _walk(path: Path, parents: set[tuple[int, int]]) -> Iterator[Path]:
         )
     status = path.stat()
     if (status.st_dev, status.st_ino) not in parents:
+        # late: it imports numpy, which a start without staging does not need
+        from headway.data.shards.packing import is_unfinished_marker
+
         for entry in sorted(path.iterdir()):
-            yield from _walk(entry, parents | {(status.st_dev, status.st_ino)})
+            if not is_unfinished_marker(entry):
+                yield from _walk(entry, parents | {(status.st_dev, status.st_ino)})
 
 
 def _sha256_sums(source: Path) -> dict[str, str]:
@@ -215,6 +223,15 @@ def _check_space(missing: Sequence[StagedFile], directory: Path) -> None:
             f"staging needs {format_bytes(needed)} more, and {directory} has {format_bytes(free)} free: stage less, "
             "or to a larger disk"
         )
+
+
+def _warn_of_unfinished(staged: Sequence[StagedFile], sources: Sequence[str | os.PathLike[str]]) -> None:
+    """Says which sources have shards that were not packed to the end: loaders of the copy cannot know it."""
+    from headway.data.catalog import warn_of_unfinished  # late: see _walk
+
+    shards = [file.source for file in staged if file.source.suffix == ".tar"]
+    for source in map(Path, sources):
+        warn_of_unfinished(str(source), [path for path in shards if path.is_relative_to(source)])
 
 
 def _warn_of_others(staged: Sequence[StagedFile], directory: Path) -> None:

@@ -30,6 +30,7 @@ from headway.system.log import logger
 
 _RECORD_BYTES = 20 * BLOCK_BYTES
 _MAX_LABELS = 100_000  # whose order is looked at
+_MARKER_SUFFIX = ".packing"
 
 
 def pack(
@@ -85,7 +86,12 @@ def pack(
 
 def unfinished_marker(directory: Path, name: str) -> Path:
     """Returns the file that is beside shards of a name while they are packed, and stays if that was interrupted."""
-    return directory / f".{name}.packing"
+    return directory / f".{name}{_MARKER_SUFFIX}"
+
+
+def is_unfinished_marker(path: Path) -> bool:
+    """Returns whether a file marks the shards beside it as not all of the data: it is no data itself."""
+    return path.name.startswith(".") and path.name.endswith(_MARKER_SUFFIX)
 
 
 def _check_free(out: Path, name: str) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
+from headway.errors import UsageError
 from headway.run.status import OVER
 from headway.system.text import format_duration
 from headway.watch.terminal.screen import ordered_curves
@@ -20,6 +21,8 @@ _LOST_LOOKS = 3
 def follow(view: RunView, show: Callable[[str], object], *, every_s: float = 10.0) -> Snapshot:
     """Shows a line about the run every `every_s` seconds, and each new message, until the run is over.
 
+    Raises `UsageError` if the run directory is removed meanwhile.
+
     >>> follow(RunView(run), print)
     14:30:05 running, step 4,200 of 10,000 (42%), train/loss 0.51, 12,400 samples/s, ETA 1h12m, saved 3m10s ago
     """
@@ -27,6 +30,10 @@ def follow(view: RunView, show: Callable[[str], object], *, every_s: float = 10.
     looks = 0  # at a run that looks lost
     while True:
         snapshot = view.refresh()
+        if snapshot.header.state == "new" and not view.run.path.exists():
+            raise UsageError(
+                f"{view.run.path} is gone: the run was removed or moved, so nothing more is shown of it"
+            )
         for message in snapshot.messages:  # of several ranks, whose clocks differ
             if message not in shown:
                 show(f"{_clock(message.time)} {message.kind}: {message.text}")
