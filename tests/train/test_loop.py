@@ -321,6 +321,37 @@ def test_a_frozen_model_keeps_the_mode_that_it_was_registered_in(tmp_path: Path)
 
 
 @alone
+@pytest.mark.parametrize("held", [False, True])
+def test_a_backbone_that_is_unfrozen_later_is_trained_in_training_mode(held: bool, tmp_path: Path) -> None:
+    """By a hook, with an optimizer that has its parameters from the beginning, or gets them then."""
+    modes: list[tuple[bool, bool]] = []
+
+    class Unfreezes(Classify):
+        def pre_epoch(self) -> None:
+            backbone: Any = self.models["backbone"]
+            if self.epoch == 1:
+                backbone.requires_grad_(True)
+                if held:
+                    backbone.norm.eval()
+                else:
+                    self.pipe.optimizers["sgd"].add_param_group({"params": list(backbone.parameters())})
+
+        def step(self, batch: Any) -> Tensor:
+            backbone: Any = self.models["backbone"]
+            modes.append((backbone.training, backbone.norm.training))
+            return super().step(batch) + backbone(batch[0]).square().mean()
+
+    pipe = make_pipe(tmp_path)
+    backbone = pipe.register_model("backbone", make_net().requires_grad_(False).eval())
+    if held:
+        pipe.optimizers["sgd"].add_param_group({"params": list(backbone.parameters())})
+    pipe.register_dataset("train", Batches(1))
+    pipe.append_stage(Unfreezes(), max_epochs=3)
+    pipe.run()
+    assert modes == ([(True, True), *[(True, False)] * 2] if held else [(False, False), *[(True, True)] * 2])
+
+
+@alone
 def test_only_half_precision_has_a_loss_scale_and_it_is_kept(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path)
     pipe.register_dataset("train", Batches(20))

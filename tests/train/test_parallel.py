@@ -448,6 +448,35 @@ def test_a_sharded_model_validates_with_the_buffers_that_are_saved(tmp_path: Pat
     assert pipe.history["val/loss"] == [found]
 
 
+class Counts(Classify):
+    """Writes into a buffer in validation."""
+
+    def val_step(self, batch: Any) -> Tensor:
+        self.pipe.registered_models["net"].bare.get_buffer("seen").add_(1)
+        return super().val_step(batch)  # type: ignore[return-value]
+
+
+def count_validated(directory: Path) -> float:
+    net = make_net()
+    net.register_buffer("seen", torch.zeros(()))
+    pipe = make_pipe(directory, net=net, parallel=Fsdp())
+    pipe.register_dataset("train", Batches(2, rank=hw.rank()))
+    pipe.register_dataset("val", Batches(2))
+    pipe.append_stage(Counts(), max_epochs=2)
+    pipe.run()
+    return net.get_buffer("seen").item()
+
+
+@ranks(2)
+def test_rank_0_keeps_what_a_validation_writes_into_buffers(tmp_path: Path) -> None:
+    assert count_validated(tmp_path) == (0.0 if hw.rank() else 4.0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_keeps_what_a_validation_writes_into_buffers(tmp_path: Path) -> None:
+    assert count_validated(tmp_path) == 4.0
+
+
 @pytest.mark.usefixtures("alone")
 def test_checkpointed_activations_are_computed_again(tmp_path: Path) -> None:
     plain, _ = train(tmp_path)

@@ -483,6 +483,52 @@ def test_persistent_workers_that_a_hook_started_draw_their_seed_once(
     assert_same(weights(pipe), weights(golden))
 
 
+class ByEpoch(RandomSampler):
+    """A sampler that has an order only once it was told of its epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class ReadsLater(ReadsItself):
+    """Prepares in a hook what the workers of the loader need that another hook reads."""
+
+    where = "pre_epoch"
+
+    def pre_stage(self) -> None:
+        more: Any = self.datasets["more"]
+        assert more._iterator is None, "they would be copies of a dataset that is not complete"
+        more.dataset.ready = True
+
+
+class Prepared(TensorDataset):
+    ready = False
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.ready
+        return super().__getitem__(index)
+
+
+@alone
+@pytest.mark.usefixtures("no_workers_left")
+def test_workers_of_a_resumed_run_start_when_their_loader_is_ready(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After the hooks and `set_epoch`; those of a loader that has become another one do not start for nothing."""
+    for persistent, cut in ((True, 12), (True, 23), (False, None)):  # each between two epochs
+        pipe = make(tmp_path, ReadsLater(cut=cut), every=1)
+        samples = Prepared(*dataset(16).tensors)
+        workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True} if persistent else {}
+        pipe.register_dataset("more", TorchLoader(samples, BATCH, sampler=ByEpoch(samples), **workers))
+        capfd.readouterr()
+        with pytest.raises(Cut) if cut else nullcontext():
+            pipe.run()
+        assert ("was not saved" in capfd.readouterr().err) is (cut == 23)
+
+
 class LogsFirst(Traced):
     """Logs in the hooks that a resume calls again."""
 
@@ -544,6 +590,33 @@ def test_datasets_side_by_side_are_one_step(tmp_path: Path) -> None:
     assert list(whole.by_step) == list(range(1, 34))
     assert by_step == whole.by_step
     assert_same(weights(pipe), weights(golden))
+
+
+class Ends(Stage):
+    """Reads two datasets, the second of which has 3 batches, in several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def run_epoch(self) -> None:
+        if self.how == "nested":
+            for _ in self.batches("few"):
+                for _ in self.batches("train"):
+                    break
+            return
+        for made, _ in enumerate(zip(self.batches("train"), self.batches("few"), strict=False), 1):
+            if str(made) == self.how:
+                break
+
+
+@alone
+@pytest.mark.parametrize(("how", "steps"), [("1", 1), ("2", 2), ("shorter", 3), ("nested", 6)])
+def test_a_loop_over_two_datasets_counts_the_steps_that_it_made(how: str, steps: int, tmp_path: Path) -> None:
+    pipe = make(tmp_path, Ends(how), every=1, max_epochs=2)
+    pipe.register_dataset("few", [torch.zeros(2)] * 3)
+    pipe.run()
+    assert pipe.steps_done == 2 * steps
 
 
 @alone

@@ -85,8 +85,8 @@ class LoopState:
         self.steps_done = 0
         self.samples = 0
         """samples that this rank has trained on since the last log point"""
-        self.steps_left_open, self.open_passes = 0, list[Pass]()
-        """steps that ended with `break`, not counted yet; and passes of a user's loop whose batches are in use"""
+        self.step_left_open, self.open_passes = False, list[Pass]()
+        """whether a step ended with `break`, not counted yet; and passes of a user's loop whose batches are in use"""
         self.batch: Any = None
         """the batch that was taken last"""
         self.in_step = False
@@ -235,6 +235,9 @@ class LoopState:
         if not self.status.in_epoch:
             self.status, self.epoch_start, self.passes = StageStatus.IN_EPOCH, self.steps_done, []
         self._passes_begun, self.in_step, self.open_passes = 0, False, []
+
+    def after_pre_epoch(self) -> None:
+        """Takes account of what hooks have changed before an epoch."""
 
     def end_epoch(self) -> None:
         self.epoch += 1

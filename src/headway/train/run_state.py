@@ -163,6 +163,7 @@ class RunState:
             set_epoch(loader, self.pipe.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
         state.begin_epoch()
         self.run_hook("pre_epoch", state.stage)
+        state.after_pre_epoch()
         if self.checkpointer:  # what the hook drew in this attempt does not count
             self.checkpointer.rank_state.restore_rng()
         dist.set_phase(state.name, self.pipe.steps_done)

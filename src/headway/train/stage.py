@@ -311,6 +311,7 @@ class Stage(ABC):
         finish_open_steps(state)
         lengths = gather_lengths(count_batches(loader, None), self.device)
         progress = state.begin_agreed_pass(loader, None, lengths)
+        beside = progress.batches_given > 0 and not progress.done  # whether the step is that of another pass
         try:
             for batch in state.device_batches(loader, progress=progress):
                 state.batch, state.in_step = batch, True
@@ -318,18 +319,25 @@ class Stage(ABC):
                 timer.mark_step("compute")
                 state.open_passes.append(progress)
                 yield batch
-                if not _ends_step(state, progress):
+                beside = not _ends_step(state, progress)
+                if beside:
                     timer.mark_step("data")
                     continue
+                finish_open_steps(state)
                 loop.finish_step(state)
                 if not state.more_steps:
                     timer.mark("other")
                     return
+            if beside:  # the others have a batch too many, of a step that is not made
+                state.open_passes.clear()
+                state.in_step = False
             state.end_pass(progress)
         finally:
             progress.done = True
-            # not counted here: this may be an exception that ends the run
-            state.steps_left_open += _ends_step(state, progress)
+            if _ends_step(state, progress):
+                # not counted here: this may be an exception that ends the run. Passes side by side end one after
+                # another with one `break`
+                state.step_left_open = True
 
     @final
     def step_optimizer(self, name: str) -> None:
@@ -361,9 +369,9 @@ def _ends_step(state: LoopState, progress: Pass) -> bool:
 
 
 def finish_open_steps(state: LoopState) -> None:
-    """Counts the steps of a user's loop that ended with `break`."""
-    while state.steps_left_open:
-        state.steps_left_open -= 1
+    """Counts a step of a user's loop that ended with `break`."""
+    if state.step_left_open:
+        state.step_left_open = False
         loop.finish_step(state)
 
 

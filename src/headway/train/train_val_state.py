@@ -215,6 +215,10 @@ class TrainValState(LoopState):
             returned: object = self.stage.train_step(batch.batch)
         return (returned[0], 0.0) if type(returned) is tuple and returned else returned
 
+    def after_pre_epoch(self) -> None:
+        for model in self.pipe.registered_models.values():
+            model.train_if_unfrozen(self.pipe.optimizers.values())
+
     def check_progress(self) -> None:
         if self.steps_done == self.epoch_start:
             raise self.no_batch()
@@ -231,8 +235,7 @@ class TrainValState(LoopState):
     def running(self) -> Iterator[None]:
         self._val_schedule.start_clock()
         for model in self.pipe.registered_models.values():
-            if model.is_trained:
-                model.bare.train()  # pre_stage may set parts to eval mode again
+            model.begin_training(self.pipe.optimizers.values())  # pre_stage may set parts to eval mode again
         with super().running(), self.computing():
             yield
 

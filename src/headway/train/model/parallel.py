@@ -6,7 +6,7 @@ Names in state dicts are always those of `bare`, without `module.` or `_orig_mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -128,11 +128,28 @@ class RegisteredModel:
         self.ties, self.tensor_group = ties, tensor_group
         self.initial: WeightsReport | None = None
         """what `init_from` has matched"""
-        self.is_trained = any(p.requires_grad for p in bare.parameters())
-        """whether it was registered with something to train; else, as a frozen teacher, it keeps the mode it has"""
+        self._keeps_mode = False
         self._frozen = set() if saves_all else {key for key, p in _named(bare) if not p.requires_grad}
         self.evaluated: nn.Module = bare.module if isinstance(bare, DistributedDataParallel) else bare
         """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
+
+    def begin_training(self, optimizers: Iterable[Optimizer]) -> None:
+        """Sets the model to training mode, unless it is frozen, as a teacher is: then it keeps the mode it has."""
+        self._keeps_mode = not self._is_trained(optimizers)
+        if not self._keeps_mode:
+            self.bare.train()
+
+    def train_if_unfrozen(self, optimizers: Iterable[Optimizer]) -> None:
+        """Sets a model that was frozen when the training began to training mode, if a hook has unfrozen it since."""
+        if self._keeps_mode and self._is_trained(optimizers):
+            self._keeps_mode = False
+            if not any(part.training for part in self.bare.modules()):  # else the hook has chosen the modes
+                self.bare.train()
+
+    def _is_trained(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Whether it has something to train, now or, if an optimizer has its parameters, once it is unfrozen."""
+        stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        return any(p.requires_grad or id(p) in stepped for p in self.bare.parameters())
 
     @property
     def synced(self) -> bool:
@@ -185,21 +202,22 @@ class RegisteredModel:
                     part.reshard()  # training must not use layers that were gathered with averaged weights
 
     def _share_buffers(self, stack: ExitStack) -> None:
-        """Sets buffers to rank 0's values, which checkpoints have; on exit ranks get back what they train with."""
+        """Sets buffers to rank 0's values, which checkpoints have; on exit others get back what they train with.
+
+        Rank 0 keeps what a step of the validation has written into them.
+        """
         buffers: list[torch.Tensor] = []
         if isinstance(self.wrapped, DistributedDataParallel):
             buffers = list(self.bare.buffers())
         elif isinstance(self.wrapped, FSDPModule) and self.tensor_group is None:
             saved = self.bare.state_dict()
             buffers = [buffer for name, buffer in self.bare.named_buffers() if name in saved]
-        if not buffers:
-            return
-        if not getattr(
-            self.wrapped, "broadcast_buffers", False
-        ):  # else each forward in training does the same
-            stack.callback(_restore, buffers, [buffer.clone() for buffer in buffers])
         world = c10d.group.WORLD
-        assert world is not None, "a model is only wrapped for a group of ranks"
+        if not buffers or world is None or world.size() == 1:
+            return
+        shared = getattr(self.wrapped, "broadcast_buffers", False)  # by each forward in training, too
+        if world.rank() and not shared:
+            stack.callback(_restore, buffers, [buffer.clone() for buffer in buffers])
         c10d._broadcast_coalesced(world, buffers, _BROADCAST_BYTES, 0)
 
     def describe(self) -> str:

@@ -27,7 +27,7 @@ class RankState:
 
     def __init__(self, run: RunState) -> None:
         self._run, self._pipe = run, run.pipe
-        self.loaders = LoaderStates(run)
+        self.loaders = LoaderStates(run.pipe)
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
 
     def capture(self) -> dict[str, Any]:

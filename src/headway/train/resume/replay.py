@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -24,10 +25,12 @@ from headway.train.resume import generators, rng
 from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
-    from headway.train.run_state import RunState
+    from headway.train.pipeline import Pipeline
 
 _MOST_ELEMENTS = 1024
 """of a tensor that are compared, evenly spread"""
+_START = "_get_iterator"
+"""the method by which torch's loader starts its workers"""
 _INSTEAD = "use hw.data.DataLoader, or give the loader state_dict() and load_state_dict()"
 
 
@@ -35,8 +38,8 @@ _INSTEAD = "use hw.data.DataLoader, or give the loader state_dict() and load_sta
 class LoaderStates:
     """The loaders of a pipeline without `state_dict()`, and the random state in which each was opened."""
 
-    def __init__(self, run: RunState) -> None:
-        self._run, self._pipe = run, run.pipe
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
         self._began: dict[str, Mapping[str, Any]] = {}  # by dataset: the state when its workers started, once
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,27 +58,7 @@ class LoaderStates:
                 generators.restore(loader, saved[name]["generators"])
                 if saved[name]["began"] is not None:
                     self._began[name] = saved[name]["began"]
-        if not all(state.ended for state in self._run.stage_states):
-            self._restart_workers()
-
-    def _restart_workers(self) -> None:
-        """Starts the persistent workers that ran when the state was saved: a hook may read their loader itself.
-
-        It would start them otherwise, and draw their seed. Those whose first pass resumes in the middle start with it.
-        """
-        first = list(self._first_passes())
-        if any("dataset" not in each for each in first):
-            return  # an older checkpoint, which does not name it
-        for name in self._began:
-            if not any(each["dataset"] == name for each in first):
-                self._start_workers(name, self._pipe.datasets[name])
-
-    def _first_passes(self) -> Iterator[Mapping[str, Any]]:
-        """Yields the states of the passes that resume in the middle and were the first over their loader."""
-        for state in self._run.stage_states:
-            for each in state.passes if state.status.in_epoch else ():
-                if each.rng_state is not None and not each.done and not each.rng_state.get("reopened"):
-                    yield each.rng_state
+                    self._keep_seed(name, loader)
 
     def capture(self, loader: object) -> dict[str, Any]:
         """Returns what the order of a pass that begins now depends on."""
@@ -94,7 +77,7 @@ class LoaderStates:
         if name not in self._began:
             self._began[name] = self._random_state(loader)
         else:
-            self._start_workers(name, loader)
+            self._keep_seed(name, loader)  # a hook may have registered another loader
         return open_loader(loader)
 
     def reopen(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
@@ -103,7 +86,7 @@ class LoaderStates:
         if began is None:  # another number of ranks
             return _skip(self.open(loader), progress)
         if not began.get("reopened"):
-            self._began.pop(self._name(loader) or "", None)  # this is the first pass
+            self._forget_seed(loader)  # this is the first pass
         with rng.temporary_state(began, self._pipe.device):
             now = generators.capture(loader)
             generators.restore(loader, began.get("generators", {}))
@@ -111,23 +94,38 @@ class LoaderStates:
             generators.restore(loader, began.get("generators_now", now))
         return source
 
-    def _start_workers(self, name: str, loader: Iterable[Any]) -> None:
-        """Starts persistent workers, if they do not run, with the seed that they had in the run that was stopped.
+    def _keep_seed(self, name: str, loader: object) -> None:
+        """Has persistent workers, if they do not run, start with the seed that they had in the run that was stopped.
 
-        Torch draws that seed when it starts them, and not in later passes.
+        Torch draws that seed when it starts them, and not in later passes. They start where the loader is read first:
+        in a pass, which pins its batches, or by a hook, and in both cases after what they may need was prepared.
         """
-        if _has_workers(loader):
+        if not isinstance(loader, TorchDataLoader) or not loader.persistent_workers:
             return
+        if not _has_workers(loader):
+            vars(loader)[_START] = partial(self._start_workers, name, loader)
+
+    def _forget_seed(self, loader: object) -> None:
+        name = self._name(loader)
+        if name in self._began:
+            del self._began[name]
+            vars(loader).pop(_START, None)
+
+    def _start_workers(self, name: str, loader: TorchDataLoader[Any]) -> Any:
+        """Returns the iterator of a loader whose workers start now, for a pass that is not its first."""
+        del vars(loader)[_START]
         with rng.temporary_state(self._began[name], self._pipe.device):
             now = generators.capture(loader)
             generators.restore(loader, self._began[name]["generators"])
-            open_loader(loader)
+            iterator = loader._get_iterator()
             generators.restore(loader, now)
+        iterator._reset(loader)
         if self._pipe.world.is_root:
             logger.warning(
                 f"dataset {name!r}: the random state within its persistent workers was not saved: its order is as it "
                 "would have been, random augmentation is not; use hw.data.DataLoader, or persistent_workers=False"
             )
+        return iterator
 
     def _name(self, loader: object) -> str | None:
         if not isinstance(loader, TorchDataLoader):
