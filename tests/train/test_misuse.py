@@ -483,6 +483,25 @@ class Averaged(torchmetrics.Metric):
 
 
 @alone
+def test_a_module_that_is_no_metric_keeps_no_counts_of_updates(tmp_path: Path) -> None:
+    """The states of metrics within it are not saved."""
+    module = torch.nn.ModuleDict({"mean": Averaged()})
+    module["mean"].update(2.0)
+    pipe = make_pipe(tmp_path)
+    pipe.register_state("module", module)
+    saved = pipe.state_dict()
+    assert saved["registered"]["module"] == {}
+
+
+@alone
+def test_the_loops_own_attribute_of_a_pipeline_is_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="sets '_state', which every pipeline has already"):
+        make_pipe(tmp_path)._state = {}  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="Mine sets '_state'"):
+        type("Mine", (Pipeline,), {"_state": {}})
+
+
+@alone
 @pytest.mark.parametrize(
     ("metric", "expected"),
     [(torchmetrics.CatMetric, [float(step) for step in range(1, 9)]), (Averaged, 4.5)],

@@ -67,6 +67,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     The constructor calls `hw.init()` if the script has not.
     """
 
+    _state: RunState
+
     def __init__(self, config: object = None, name: str = "run", *, root: str | Path = "runs") -> None:
         self.world: World = dist.world() if dist.is_initialized() else dist.init()
         self.config = config
@@ -86,7 +88,17 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self.epoch = 0
         """finished epochs of all stages"""
         self.current_stage: Stage | None = None
-        self._state = RunState(self, root)
+        vars(self)["_state"] = RunState(self, root)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "_state" in vars(cls):
+            raise _state_is_taken(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_state":
+            raise _state_is_taken(type(self))
+        super().__setattr__(name, value)
 
     def pre_run(self) -> None:
         """Called before the first stage."""
@@ -315,3 +327,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned, into a pipeline with the same names registered."""
         restore(self._state, saved)
+
+
+def _state_is_taken(kind: type) -> UsageError:
+    return UsageError(f"{kind.__name__} sets '_state', which every pipeline has already: choose another name")

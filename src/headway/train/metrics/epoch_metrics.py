@@ -255,14 +255,15 @@ def metric_state(thing: Any) -> dict[str, Any]:
 def load_metric_state(thing: Any, state: Any) -> None:
     """Restores what `metric_state` returned."""
     parts = _counting_parts(thing)
-    if not parts or not isinstance(state, Mapping):
-        thing.load_state_dict(state)
+    if not isinstance(state, Mapping) or _UPDATES not in state:
+        thing.load_state_dict(state)  # of anything else, or from an older checkpoint, which has no counts
         return
     thing.load_state_dict({name: value for name, value in state.items() if name != _UPDATES})
-    for part, count in zip(parts, state.get(_UPDATES, ()), strict=False):  # older checkpoints have no counts
+    for part, count in zip(parts, state[_UPDATES], strict=False):
         part._update_count, part._computed = count, None  # a result that was computed before is another one
 
 
 def _counting_parts(thing: object) -> list[Any]:
-    parts = thing.modules() if isinstance(thing, nn.Module) else ()
+    """Returns the parts of a metric that count updates; those of another module do not save what they have counted."""
+    parts = thing.modules() if isinstance(thing, nn.Module) and isinstance(thing, EpochMetric) else ()
     return [part for part in parts if isinstance(getattr(part, "_update_count", None), int)]
