@@ -477,6 +477,37 @@ def test_one_rank_keeps_what_a_validation_writes_into_buffers(tmp_path: Path) ->
     assert count_validated(tmp_path) == 4.0
 
 
+class Unfreezes(Classify):
+    """Trains all of the model from the second epoch on."""
+
+    def pre_epoch(self) -> None:
+        if self.epoch == 1:
+            self.pipe.registered_models["net"].bare.requires_grad_(True)
+
+
+@ranks(2)
+def test_what_is_unfrozen_later_is_averaged_or_refused(tmp_path: Path) -> None:
+    def unfreeze_later(net: Tower, pipe: Pipeline) -> Tensor:
+        pipe.register_dataset("train", Batches(3, rank=pipe.world.rank))
+        pipe.append_stage(Unfreezes(), max_epochs=2)
+        pipe.run()
+        return net.enter.weight.detach()
+
+    begun, net = Tower().enter.weight.detach(), Tower()
+    pipe = make_pipe(tmp_path, net=net, parallel=Ddp(find_unused_parameters=True))
+    net.enter.requires_grad_(False)
+    trained = unfreeze_later(net, pipe)
+    assert not torch.equal(trained, begun)
+    assert hw.all_gather_object(trained.tolist()) == [trained.tolist()] * 2
+
+    net = Tower()
+    net.enter.requires_grad_(False)
+    with pytest.raises(
+        UsageError, match=r"'net': enter\.weight was frozen when .*find_unused_parameters=True"
+    ):
+        unfreeze_later(net, make_pipe(tmp_path, net=net))
+
+
 @pytest.mark.usefixtures("alone")
 def test_checkpointed_activations_are_computed_again(tmp_path: Path) -> None:
     plain, _ = train(tmp_path)

@@ -6,7 +6,7 @@ Names in state dicts are always those of `bare`, without `module.` or `_orig_mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -123,24 +123,28 @@ class RegisteredModel:
         ties: Ties = (),
         tensor_group: TensorGroup | None = None,
         saves_all: bool = True,
+        averaged: Set[int] | None = None,
     ) -> None:
         self.name, self.bare, self.wrapped, self.ema = name, bare, wrapped, ema
         self.ties, self.tensor_group = ties, tensor_group
         self.initial: WeightsReport | None = None
         """what `init_from` has matched"""
         self._keeps_mode = False
+        self._averaged = averaged
         self._frozen = set() if saves_all else {key for key, p in _named(bare) if not p.requires_grad}
         self.evaluated: nn.Module = bare.module if isinstance(bare, DistributedDataParallel) else bare
         """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
 
     def begin_training(self, optimizers: Iterable[Optimizer]) -> None:
         """Sets the model to training mode, unless it is frozen, as a teacher is: then it keeps the mode it has."""
+        self._check_averaged()
         self._keeps_mode = not self._is_trained(optimizers)
         if not self._keeps_mode:
             self.bare.train()
 
     def train_if_unfrozen(self, optimizers: Iterable[Optimizer]) -> None:
         """Sets a model that was frozen when the training began to training mode, if a hook has unfrozen it since."""
+        self._check_averaged()
         if self._keeps_mode and self._is_trained(optimizers):
             self._keeps_mode = False
             if not any(part.training for part in self.bare.modules()):  # else the hook has chosen the modes
@@ -150,6 +154,22 @@ class RegisteredModel:
         """Whether it has something to train, now or, if an optimizer has its parameters, once it is unfrozen."""
         stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         return any(p.requires_grad or id(p) in stepped for p in self.bare.parameters())
+
+    def _check_averaged(self) -> None:
+        """Refuses to train what DDP does not know: it averages gradients of what was trainable when it was made."""
+        if self._averaged is None:
+            return
+        late = [
+            name
+            for name, parameter in self.bare.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._averaged
+        ]
+        if late:
+            raise UsageError(
+                f"model {self.name!r}: {late[0]} was frozen when the model was registered and is trained now, but DDP "
+                "does not average its gradients: freeze it after `register_model(..., "
+                "parallel=hw.train.Ddp(find_unused_parameters=True))`"
+            )
 
     @property
     def synced(self) -> bool:
@@ -298,8 +318,16 @@ def prepare(
         mode = None if compile is True else compile
         wrapped.compile(mode=mode)  # in place, so that the names of parameters stay
     average = None if ema is None else Ema(module, ema)
+    replicates = world.world_size > 1 and (parallel == "ddp" or isinstance(parallel, Ddp))
     model = RegisteredModel(
-        name, module, wrapped, average, ties=ties, tensor_group=tensor_group, saves_all=not is_adapted(module)
+        name,
+        module,
+        wrapped,
+        average,
+        ties=ties,
+        tensor_group=tensor_group,
+        saves_all=not is_adapted(module),
+        averaged={id(p) for p in module.parameters() if p.requires_grad} if replicates else None,
     )
     model.initial = report
     if compile and wrapped is not module:
