@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -69,9 +70,23 @@ def test_an_agent_that_finds_a_hang_goes_on(
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_an_agent_without_a_directory_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "mkdtemp", no_space)
-    with pytest.raises(StorageError, match=r"could not make a directory in .*: No space left on device"):
+def test_an_agent_without_a_directory_for_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tries the candidates once, and then keeps its choice: a disk that fills up later has a name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "mkdir", no_space)
+    message = re.escape(f"could not make a directory in {tmp_path}: No space left on device; check space")
+    with pytest.raises(StorageError, match=message):
+        Agent(["true"], nproc=1).run()
+
+
+def test_an_agent_without_any_directory_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has tried all candidates before, and its error lists them."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(os, "open", no_space)
+    message = (
+        r"could not find a directory for temporary files: No usable temporary directory found in \[.*'/tmp'"
+    )
+    with pytest.raises(StorageError, match=message):
         Agent(["true"], nproc=1).run()
 
 

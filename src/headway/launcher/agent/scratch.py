@@ -1,4 +1,4 @@
-"""A node agent's directory in /tmp: removed with the agent, or, if that was killed, by the user's next agent."""
+"""The temporary directory of a node agent: removed by the agent or, if it was killed, by the user's next agent."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from headway.system.locks import FileLock
 
 _PREFIX = "headway-agent-"
 _UNLOCKED_S = 60.0
-"""how long after its creation a directory may be one that its owner is about to lock"""
+"""younger directories are not swept: their owner may not have locked them yet"""
 
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A new directory that only this user can read. Those that killed agents have left are removed first.
+    """Makes a directory that only this user can read, and removes it in the end; first removes those of killed agents.
 
     >>> with scratch_directory() as directory:
     ...     (directory / "heartbeat-0").mkdir()
     """
-    with files.storage("make a directory for temporary files"):
-        _sweep()
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    with files.storage("find a directory for temporary files"):
+        parent = Path(tempfile.gettempdir())
+    with files.storage(f"make a directory in {parent}"):
+        _sweep(parent)
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     with FileLock.open_directory(directory) as lock:
         try:
-            with suppress(OSError):  # no locks on this file system: then no other agent can sweep, either
-                lock.try_acquire()  # the kernel releases it when we end, also by kill -9
+            with suppress(OSError):  # without locks on this file system, no other agent can sweep, either
+                lock.try_acquire()  # the kernel releases it when this process ends, also by kill -9
             yield directory
         finally:
             shutil.rmtree(directory)
 
 
-def _sweep() -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # in use, or gone this moment
+def _sweep(parent: Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another agent has just removed it
             facts = path.lstat()
             if facts.st_uid == os.geteuid() and time.time() - facts.st_mtime > _UNLOCKED_S:
                 _remove_unless_held(path)
