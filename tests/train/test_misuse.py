@@ -494,11 +494,12 @@ def test_a_module_that_is_no_metric_keeps_no_counts_of_updates(tmp_path: Path) -
 
 
 @alone
-def test_the_loops_own_attribute_of_a_pipeline_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="sets '_state', which every pipeline has already"):
-        make_pipe(tmp_path)._state = {}  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="Mine sets '_state'"):
-        type("Mine", (Pipeline,), {"_state": {}})
+@pytest.mark.parametrize("name", ["_state", "steps_done", "epoch", "current_stage", "directory"])
+def test_the_loops_own_attributes_of_a_pipeline_are_not_replaced(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"Pipeline sets '{name}', which every pipeline has already"):
+        setattr(make_pipe(tmp_path), name, None)
+    with pytest.raises(UsageError, match=f"Mine sets '{name}'"):
+        type("Mine", (Pipeline,), {name: None})
 
 
 @alone

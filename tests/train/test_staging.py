@@ -17,6 +17,7 @@ from headway.data.feed.device_feed import StagedBatch
 from headway.train import loop_state
 
 CUDA = torch.device("cuda")
+LARGE = 2**15  # smaller batches are copied when they are needed, by the thread that trains
 
 
 class CountingFeed:
@@ -44,7 +45,7 @@ class Note(hw.TrainValStage):
     def step(self, batch: torch.Tensor) -> torch.Tensor:
         if self.cut == len(self.seen):
             raise Cut
-        self.seen.append(float(batch))
+        self.seen.append(float(batch[0]))
         return cast(torch.Tensor, self.models["net"](torch.randn(2, FEATURES))).sum()
 
 
@@ -60,7 +61,7 @@ def test_a_resumed_run_continues_with_the_batch_after_the_last_step(
         stage, pipe = Note(cut), hw.Pipeline(name="toy", root=tmp_path)
         pipe.register_model("net", make_net())
         pipe.register_optimizer("sgd", sgd, model="net")
-        pipe.register_dataset("train", [torch.tensor([float(number)]) for number in range(9)])
+        pipe.register_dataset("train", [torch.full((LARGE,), float(number)) for number in range(9)])
         pipe.append_stage(stage, max_epochs=1)
         pipe.enable_checkpointing(every=1, background=False)
         with pytest.raises(Cut) if cut else nullcontext():

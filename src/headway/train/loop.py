@@ -45,13 +45,13 @@ def epochs(state: LoopState) -> Iterator[None]:
 
 def train(state: TrainValState) -> Iterator[None]:
     """Runs one epoch of training; yields where a validation is due."""
-    stage, pipe, timer = state.stage, state.pipe, state.run.timer
+    stage, run, timer = state.stage, state.run, state.run.timer
     settings, losses, update = state.settings, state.recent_losses, state.optimizer_step
     autocast, backward, accumulate = state.precision.autocast, state.precision.backward, settings.accumulate
     last = math.inf if state.max_steps is None else state.max_steps
     progress, batches = state.train_batches()
     train_step, count_samples, uneven = state.step_functions(progress.agreement)
-    keep = copy_loss if state.run.outputs_are_reused else Tensor.detach  # losses are read at log points
+    keep = copy_loss if run.outputs_are_reused else Tensor.detach  # losses are read at log points
     stage.zero_grad()
     while True:
         if settings.validates_in_epoch and state.validation_due(epoch_ends=False):
@@ -80,7 +80,7 @@ def train(state: TrainValState) -> Iterator[None]:
                 update.agree_on_weights(weight is not None)
             scaled = weight is not None or accumulate > 1 or update.weighs or (uneven and uneven.repeating)
             backward(update.scale(loss, weight, window, number) if scaled else loss)  # else torch's average
-            losses.append((pipe.steps_done + 1, keep(loss), count_samples(batch), weight))
+            losses.append((run.steps_done + 1, keep(loss), count_samples(batch), weight))
         timer.mark_step("optimizer")
         if not update.apply_update():
             del losses[-len(window) :]
@@ -92,19 +92,19 @@ def train(state: TrainValState) -> Iterator[None]:
 
 def validate(state: TrainValState) -> None:
     """Runs one validation, in the same precision, over whatever number of batches each rank has."""
-    stage, timer, checkpointer = state.stage, state.run.timer, state.run.checkpointer
+    stage, run, timer = state.stage, state.run, state.run.timer
     if not (loaders := state.val_loaders()):
         return state.note_validation()
     log_point(state)  # the training so far is reported first, and its time is not the validation's
-    with checkpointer.validating(state) if checkpointer else nullcontext(), state.evaluating():
+    with run.checkpointer.validating(state) if run.checkpointer else nullcontext(), state.evaluating():
         for batch in val_batches(state, loaders):
             timer.mark("validation")
             state.batch = batch
-            HEARTBEAT.move("validation", stage.pipe.steps_done)
+            HEARTBEAT.move("validation", run.steps_done)
             with state.precision.autocast or nullcontext():
                 loss = stage.val_step(batch)
             state.log_val_loss(loss, batch)
-            if checkpointer and checkpointer.stops_in_validation and not shares_batches(stage.pipe):
+            if run.checkpointer and run.checkpointer.stops_in_validation and not shares_batches(stage.pipe):
                 break
     timer.mark("wait")
     point = state.reduce_validation()
@@ -114,11 +114,11 @@ def validate(state: TrainValState) -> None:
 
 def finish_step(state: LoopState) -> None:
     """Counts a step, and holds the log point if one is due."""
-    run, pipe, timer = state.run, state.run.pipe, state.run.timer
-    state.steps_done, pipe.steps_done, state.in_step = state.steps_done + 1, pipe.steps_done + 1, False
-    HEARTBEAT.move(state.name, pipe.steps_done)
+    run, timer = state.run, state.run.timer
+    state.steps_done, run.steps_done, state.in_step = state.steps_done + 1, run.steps_done + 1, False
+    HEARTBEAT.move(state.name, run.steps_done)
     if run.ledger:
-        run.ledger.end_step(pipe.steps_done, epoch=state.epoch)
+        run.ledger.end_step(run.steps_done, epoch=state.epoch)
     if state.failpoints_armed:
         failpoint("train.step")
     if state.steps_done % state.log_every == 0:

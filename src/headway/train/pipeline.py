@@ -83,22 +83,31 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         """the same models with their wrappers; `bare` is the module that was registered"""
         self.stages: list[Stage] = []
         self.history = History()
-        self.steps_done = 0
-        """finished steps of all stages"""
-        self.epoch = 0
-        """finished epochs of all stages"""
-        self.current_stage: Stage | None = None
         vars(self)["_state"] = RunState(self, root)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if "_state" in vars(cls):
-            raise _state_is_taken(cls)
+        for name in vars(cls):
+            _refuse_clash(cls, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_state":
-            raise _state_is_taken(type(self))
+        _refuse_clash(type(self), name)
         super().__setattr__(name, value)
+
+    @property
+    def steps_done(self) -> int:
+        """Finished steps of all stages."""
+        return self._state.steps_done
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs of all stages."""
+        return self._state.epoch
+
+    @property
+    def current_stage(self) -> Stage | None:
+        """The stage that is running."""
+        return self._state.current_stage
 
     def pre_run(self) -> None:
         """Called before the first stage."""
@@ -288,7 +297,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             if run.checkpointer:
                 run.checkpointer.start(choice)
             if run.media is not None:
-                run.media.begin(self.steps_done)
+                run.media.begin(run.steps_done)
             for stage in self.stages:
                 state = stage._loop
                 if state.ended:
@@ -329,5 +338,9 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         restore(self._state, saved)
 
 
-def _state_is_taken(kind: type) -> UsageError:
-    return UsageError(f"{kind.__name__} sets '_state', which every pipeline has already: choose another name")
+def _refuse_clash(kind: type[Pipeline], name: str) -> None:
+    """Raises `UsageError` if a user's attribute would replace one that the loop sets."""
+    if name == "_state" or isinstance(vars(Pipeline).get(name), property):
+        raise UsageError(
+            f"{kind.__name__} sets {name!r}, which every pipeline has already: choose another name"
+        )

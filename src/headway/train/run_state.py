@@ -46,6 +46,11 @@ class RunState:
     def __init__(self, pipe: Pipeline, root: str | Path) -> None:
         self.pipe, self.root = pipe, root
         self.directory: Run | None = None
+        self.steps_done = 0
+        """finished steps of all stages"""
+        self.epoch = 0
+        """finished epochs of all stages"""
+        self.current_stage: Stage | None = None
         self.timer = PhaseTimer(pipe.device, alone=pipe.world.world_size == 1)
         self.callbacks: list[Callback] = []
         self.schedules: dict[str, Schedule] = {}
@@ -73,7 +78,7 @@ class RunState:
     @property
     def current_state(self) -> LoopState | None:
         """The state of the stage that is running."""
-        stage = self.pipe.current_stage
+        stage = self.current_stage
         return None if stage is None else stage._loop
 
     @property
@@ -131,12 +136,12 @@ class RunState:
             wait_for_others()
 
     def _end_recording(self) -> None:
-        self.pipe.current_stage = self._reporter = self.media = None
+        self.current_stage = self._reporter = self.media = None
 
     @contextmanager
     def running_stage(self, state: LoopState) -> Iterator[None]:
         """Surrounds all epochs of one stage: its hooks, its display, and the evidence if it runs out of memory."""
-        self.pipe.current_stage = state.stage
+        self.current_stage = state.stage
         if self.checkpointer and state.status is StageStatus.NEW:
             self.checkpointer.rank_state.restore_rng()
         shown = self.reporter.displaying(state)
@@ -150,7 +155,7 @@ class RunState:
             hooked, state.post_stage_due = state.post_stage_due, False
             if self.checkpointer:
                 self.checkpointer.after_stage(state, hooked=hooked)
-        self.pipe.current_stage = None
+        self.current_stage = None
 
     # --- epochs and log points
 
@@ -160,13 +165,13 @@ class RunState:
         if self.checkpointer and not in_epoch:
             self.checkpointer.rank_state.restore_rng()
         for loader in self.pipe.datasets.values():
-            set_epoch(loader, self.pipe.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
+            set_epoch(loader, self.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
         state.begin_epoch()
         self.run_hook("pre_epoch", state.stage)
         state.after_pre_epoch()
         if self.checkpointer:  # what the hook drew in this attempt does not count
             self.checkpointer.rank_state.restore_rng()
-        dist.set_phase(state.name, self.pipe.steps_done)
+        dist.set_phase(state.name, self.steps_done)
 
     def end_epoch(self, state: LoopState, values: Mapping[str, Any]) -> None:
         """Counts an epoch and records its metrics."""
@@ -174,7 +179,7 @@ class RunState:
         self.pipe.history.epochs.append(row)
         self.reporter.end_epoch(state, row)
         state.end_epoch()
-        self.pipe.epoch += 1
+        self.epoch += 1
         if self.checkpointer:
             self.checkpointer.record_metrics(values)
 
@@ -214,7 +219,7 @@ class RunState:
             self._check_stragglers(point, seconds)
         seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)
         self.pipe.history.log_points.append(self._row(state, point.values))
-        self.reporter.log_point(state, kind, point, seconds, self.pipe.steps_done)
+        self.reporter.log_point(state, kind, point, seconds, self.steps_done)
         if self.checkpointer and kind == "validation":
             self.checkpointer.record_metrics(point.values)
         if self.callbacks:
@@ -223,7 +228,7 @@ class RunState:
                     callback.log_point(state.stage, kind, point)
 
     def _row(self, state: LoopState, values: Mapping[str, Any]) -> MetricRow:
-        return MetricRow(stage=state.name, epoch=state.epoch, step=self.pipe.steps_done, values=values)
+        return MetricRow(stage=state.name, epoch=state.epoch, step=self.steps_done, values=values)
 
     def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
         slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self.timer.every > 1)

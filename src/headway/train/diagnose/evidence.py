@@ -172,7 +172,7 @@ def _samples(state: TrainValState, first: int) -> str:
     if span is None or order is None:
         return ""
     width = (span[1] - span[0]) * state.settings.accumulate
-    stop = span[1] - (state.pipe.steps_done - first) * width
+    stop = span[1] - (state.run.steps_done - first) * width
     if stop < width:
         return ""  # the step was in an earlier epoch
     return shorten_list(SampleLookup(order).labels(stop - width, stop))

@@ -110,7 +110,7 @@ class PlanCheck(Callback):
         if kind != "train":
             self._since = None  # an interval with a validation in it is no measure of a step
             return {}
-        now, steps = time.monotonic(), state.pipe.steps_done
+        now, steps = time.monotonic(), state.run.steps_done
         if self._since is not None and steps > self._since[1]:
             self._step_s = [*self._step_s, (now - self._since[0]) / (steps - self._since[1])][-_REMEMBERED:]
         self._since = now, steps

@@ -106,7 +106,7 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
             for batch in val_batches(state, loaders):
                 state.run.timer.mark("validation")
                 taken[state.val_prefix or ""] += 1
-                dist.set_phase("evaluation", state.pipe.steps_done)
+                dist.set_phase("evaluation", state.run.steps_done)
                 with state.precision.autocast or nullcontext():
                     loss = stage.val_step(batch)
                 state.log_val_loss(loss, batch)

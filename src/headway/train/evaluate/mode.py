@@ -30,7 +30,7 @@ def evaluating(state: LoopState) -> Iterator[None]:
     modes = [(part, part.training) for module in models for part in module.modules()]
     before = state.models
     state.models = NamedParts("model", {name: model.evaluated for name, model in registered.items()})
-    set_phase("validation", state.pipe.steps_done)
+    set_phase("validation", state.run.steps_done)
     try:
         with ExitStack() as stack:
             for model in registered.values():

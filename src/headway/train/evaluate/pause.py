@@ -57,7 +57,7 @@ def reading_from_start(run: RunState, loaders: Iterable[Iterable[Any]]) -> Itera
             stack.callback(generators.restore, loader, generators.capture(loader))
             if any(loader is each for each in run.pipe.datasets.values()):
                 # called first on exit: what the loader knows of its position is not lost
-                stack.callback(set_epoch, loader, run.pipe.epoch)
+                stack.callback(set_epoch, loader, run.epoch)
             if isinstance(loader, StatefulObject):
                 set_epoch(loader, 1)  # one that was just restored would stay where it is in its own epoch
             set_epoch(loader, 0)

@@ -133,7 +133,7 @@ def _write_rows(
     as_lines = file is not None and file.path.suffix == ".jsonl"
     as_lines, sharded = bool(from_root(lambda: as_lines)), shares_batches(state.pipe)
     for batch, counts in _batches(state, loader, position):
-        dist.set_phase("predict", state.pipe.steps_done)
+        dist.set_phase("predict", state.run.steps_done)
         mine: Any = {}
         if counts or sharded:
             with autocast or nullcontext():

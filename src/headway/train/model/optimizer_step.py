@@ -272,7 +272,7 @@ class OptimizerStep:
         if self.skipped_in_a_row > self._state.settings.max_skips:
             raise HeadwayError(
                 f"stage {self._state.name!r}: the gradients of {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self._state.pipe.steps_done + 1}, are non-finite: lower the learning rate, set gradient_clip, or "
+                f"{self._state.run.steps_done + 1}, are non-finite: lower the learning rate, set gradient_clip, or "
                 "check the data"
             )
         return False

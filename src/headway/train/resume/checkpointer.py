@@ -105,7 +105,7 @@ class Checkpointer:
             finally:
                 if root:
                     with suppress(StorageError):  # only shown to people; the status is recorded elsewhere
-                        run.note_attempt(self._attempt, step_ended=self.pipe.steps_done)
+                        run.note_attempt(self._attempt, step_ended=self.run.steps_done)
 
     def start(self, choice: Choice) -> None:
         """Resumes from the newest complete checkpoint of the run, or saves the first one."""
@@ -161,7 +161,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Saves the last checkpoint of a run, and stops if that is due: the rest of the script may take long."""
         self._save_and_wait(None)
-        after = f"after the last step, {self.pipe.steps_done:,}, with a checkpoint"
+        after = f"after the last step, {self.run.steps_done:,}, with a checkpoint"
         end_of_run.stop_if_requested(self._heard, f"{after}: {end_of_run.resume_advice(self.pipe.directory)}")
         if self.pipe.world.is_root:
             note_script(self.pipe.directory, self._attempt)
@@ -185,7 +185,7 @@ class Checkpointer:
         self._lead_time.step()
         self._pass_point(stage)
         every = self.settings.interval.steps
-        self.due |= every is not None and self.pipe.steps_done % every == 0
+        self.due |= every is not None and self.run.steps_done % every == 0
         if (self.due or self._retry) and not stage.pause_follows():
             self._save(stage)
 
@@ -198,7 +198,7 @@ class Checkpointer:
         """
         self._before_validation = self.rank_state.capture()
         if self.run.media:
-            self.run.media.save_point(self.pipe.steps_done)
+            self.run.media.save_point(self.run.steps_done)
         self._lead_time.pause()
         try:
             yield
@@ -215,16 +215,16 @@ class Checkpointer:
         """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
         if not stage.settings.validates_between_steps or not stage.steps_done:
             return
-        self._validated = self.pipe.steps_done
-        self.due |= self._metrics.improve(self.pipe.steps_done)
+        self._validated = self.run.steps_done
+        self.due |= self._metrics.improve(self.run.steps_done)
         if (self.due or self._retry) and not stage.pause_follows():
             self._save(stage)
 
     def after_epoch(self, stage: LoopState) -> None:
         """Stops or saves between two epochs, if that is due."""
         every = self.settings.interval.epochs
-        self.due |= every is not None and self.pipe.epoch % every == 0
-        self.due |= self._metrics.improve(self.pipe.steps_done)
+        self.due |= every is not None and self.run.epoch % every == 0
+        self.due |= self._metrics.improve(self.run.steps_done)
         self._pass_point(stage)
         if self.due or self._retry:
             self._save(stage)
@@ -232,11 +232,11 @@ class Checkpointer:
 
     def after_stage(self, stage: LoopState, *, hooked: bool) -> None:
         """Saves what `post_stage` has changed, if any rank has one, and this step a checkpoint without it."""
-        saved = self._last_save.step == self.pipe.steps_done
+        saved = self._last_save.step == self.run.steps_done
         problem, unequal = state.find_unsavable(self.pipe) if hooked else (None, False)
         self._from_root |= unequal
         if saved and problem is not None:
-            kept = f"what post_stage has changed is not in the checkpoint of step {self.pipe.steps_done:,}"
+            kept = f"what post_stage has changed is not in the checkpoint of step {self.run.steps_done:,}"
             self._log(f"{kept}: {problem}", logging.WARNING)
             self._last_save.place = self._place()  # the checkpoint from before the hook is the last
         elif unequal:
@@ -257,7 +257,7 @@ class Checkpointer:
 
     def record_metrics(self, values: Mapping[str, Value]) -> None:
         """Adds the metrics of an epoch or a validation to those of the next checkpoint."""
-        self._metrics.add(self.pipe.steps_done, values)
+        self._metrics.add(self.run.steps_done, values)
 
     def collect_finished(self) -> None:
         """Reports the saves that have finished, and prunes old checkpoints."""
@@ -298,7 +298,7 @@ class Checkpointer:
             current().request_save(str(step))
 
     def _stop(self, stage: LoopState, why: str) -> None:
-        stopped = f"stopped by {why} after step {self.pipe.steps_done:,}"
+        stopped = f"stopped by {why} after step {self.run.steps_done:,}"
         try:
             self._save_and_wait(stage)
         except RunLocked:
@@ -333,7 +333,7 @@ class Checkpointer:
             except StorageError as error:
                 self._note_failure(error)
                 self._retry = scheduled
-        set_phase(stage.name, self.pipe.steps_done)
+        set_phase(stage.name, self.run.steps_done)
         self.run.timer.mark("other")
         self._lead_time.pause()
 
@@ -342,7 +342,7 @@ class Checkpointer:
             self._hold_log_point(stage)  # raises if a loss is non-finite, before it is saved
         self.due, self._retry, self._since = False, False, time.monotonic()
         self.run.timer.mark("checkpoint")
-        set_phase("checkpoint", self.pipe.steps_done)
+        set_phase("checkpoint", self.run.steps_done)
 
     def _is_saved(self) -> bool:
         """Whether a save of this state was begun, and has not failed as far as all ranks know."""
@@ -350,8 +350,10 @@ class Checkpointer:
 
     def _place(self) -> Place:
         """Returns how far the run has come."""
-        pipe, ended = self.pipe, sum(stage.ended for stage in self.run.stage_states)
-        return Place(step=pipe.steps_done, epoch=pipe.epoch, stages_ended=ended, validated_at=self._validated)
+        ended = sum(stage.ended for stage in self.run.stage_states)
+        return Place(
+            step=self.run.steps_done, epoch=self.run.epoch, stages_ended=ended, validated_at=self._validated
+        )
 
     def _wait_for_pending(self) -> None:
         """Waits for the save in the background, and reports it if it has failed."""
@@ -404,20 +406,20 @@ class Checkpointer:
         shared |= {"fingerprints": self._fingerprints, "adapters": state.adapters(pipe)}
         shared["adapter_names"] = state.adapter_names(pipe)
         if self.run.media and self._before_validation is None:  # a resumed run repeats the whole validation
-            self.run.media.save_point(pipe.steps_done)
+            self.run.media.save_point(self.run.steps_done)
         self.saver.save(
             state.contribution(pipe, state.gather(self.run) | {"run": shared}, from_root=self._from_root),
-            step=pipe.steps_done,
+            step=self.run.steps_done,
             local=facts["local"],
-            metrics=self._metrics.scalars(pipe.steps_done),
-            before_write=self.run.media.flush_before(pipe.steps_done) if self.run.media else None,
+            metrics=self._metrics.scalars(self.run.steps_done),
+            before_write=self.run.media.flush_before(self.run.steps_done) if self.run.media else None,
             replaces=replaces,
         )
         self.collect_finished()
 
     def _was_committed(self) -> bool:
         """Whether a save that has failed, on rank 0's disk, had come to its end: a checkpoint is never overwritten."""
-        path = self.pipe.directory.checkpoint_dir(self.pipe.steps_done)
+        path = self.pipe.directory.checkpoint_dir(self.run.steps_done)
         with files.storage(f"look for {path}"):
             if not path.exists():
                 return False

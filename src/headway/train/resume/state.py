@@ -70,7 +70,7 @@ def gather(run: RunState) -> dict[str, Any]:
         "stages": {stage.name: stage.state_dict() for stage in run.stage_states},
         "history": pipe.history.state_dict(),
         "registered": {name: metric_state(each) for name, each in run.registered_state.items()},
-        "progress": {"step": pipe.steps_done, "epoch": pipe.epoch},
+        "progress": {"step": run.steps_done, "epoch": run.epoch},
     }
 
 
@@ -105,7 +105,7 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
         with _loading("state", name):
             load_metric_state(each, state["registered"][name])
     pipe.history.load_state_dict(state["history"])
-    pipe.steps_done, pipe.epoch = state["progress"]["step"], state["progress"]["epoch"]
+    run.steps_done, run.epoch = state["progress"]["step"], state["progress"]["epoch"]
 
 
 def adapters(pipe: Pipeline) -> dict[str, dict[str, Any]]:

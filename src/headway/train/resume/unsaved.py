@@ -73,11 +73,11 @@ class UnsavedState:
             )
 
     def _note_update(self, name: str, optimizer: Optimizer, *_: object) -> None:
-        self._updates[name] = self._pipe.steps_done, _gradient(optimizer)
+        self._updates[name] = self._run.steps_done, _gradient(optimizer)
 
     def _check_gradients(self) -> None:
         """Warns of an optimizer that the last iteration has not stepped, though its gradients have changed since."""
-        stage, done = self._run.current_state, self._pipe.steps_done
+        stage, done = self._run.current_state, self._run.steps_done
         if self._gradients_named or stage is None or not stage.loop_is_users:
             return
         for name, (at, used) in self._updates.items():
