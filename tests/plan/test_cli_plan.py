@@ -372,6 +372,40 @@ def test_degrees_beside_a_file_are_compared_in_its_batch(
     assert "dp16 zero3 mb1, which was given, takes" in " ".join(capsys.readouterr().out.split())
 
 
+def test_flags_may_come_before_the_file_of_a_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: gpt2\nnode: dgx-h100\nsearch: {gpus: 16, global_batch: 64}\n")
+    assert verb.main(["search", "--dp", "16", "--zero", "3", str(file)]) == 0
+    assert "dp16 zero3 mb1, which was given, takes" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("words", [["preset", "gpt2"], ["search", "gpt2", "--gpus", "1"]])
+def test_a_price_counts_for_this_machine_too(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text("node: {name: this, device: h200-sxm-141, gpus: 1}\ncalibration: {matrix: 0.8}\n")
+    monkeypatch.setattr("headway.plan.input.plan_file.calibration_file", lambda: file)
+    assert verb.main([*words, "--node", "this", "--tokens", "1e9", "--price-per-hour", "3", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed.get("run", printed.get("answers"))["run.cost"]["value"] > 0
+
+
+def test_a_bad_constant_is_reported_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "machine.yaml"
+    monkeypatch.setattr("headway.plan.input.plan_file.calibration_file", lambda: file)
+    for value in ("-1", "fast"):
+        file.write_text(f"node: {{name: this, device: h200-sxm-141}}\ncalibration: {{matrix: {value}}}\n")
+        with pytest.raises(
+            UsageError, match=rf"machine.yaml: calibration.matrix is '?{value}'?; expected a number"
+        ):
+            verb.main(["preset", "gpt2", "--node", "this"])
+    with pytest.raises(UsageError, match=r"nowhere.yaml: .*; give the path of a calibration file"):
+        verb.main(["module", "train:make", "--calibration", str(tmp_path / "nowhere.yaml")])
+
+
 def test_a_search_takes_a_config_and_only_what_train_can_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ from truth import h200_rows, h200_settings
 import headway as hw
 from headway.errors import UsageError
 from headway.plan.tracer import request
+from headway.plan.tracer.kernels import Kernel
 from headway.plan.tracer.process import memory_meter, recurrent
 from headway.plan.tracer.process.user_code import UserCodeError, load_function
 from headway.plan.tracer.request import trace_module, trace_modules
@@ -338,6 +339,29 @@ def test_what_would_fit_is_traced_too(cache: TraceCache) -> None:
     assert not plan.fits and plan.exit_code == 3
     assert {way.change for way in plan.remedies} >= {"half the batch", "batch 1"}
     assert plan.remedies[0].fits
+
+
+def test_without_a_change_to_try_the_plan_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU, blocks checkpointed already, and no batch size to halve."""
+    product = Kernel("mm", 1e12, 1)
+    huge = TraceResult(parameters=1, allocated=1e12, reserved=1e12, kernel_counts={product: 1.0})
+    monkeypatch.setattr(request, "trace_modules", lambda every, **_: [huge for _ in every])
+    plan = request.estimate_module(TraceSettings(factory="train:make", checkpoint=True))
+    assert not plan.fits and not plan.remedies
+
+
+def test_files_of_one_name_are_different_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the name is that of a module which torch has imported."""
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.modules", {**sys.modules})
+    for directory in ("a", "b"):
+        (tmp_path / directory).mkdir()
+        for name in ("train_here", "random"):
+            (tmp_path / directory / f"{name}.py").write_text(f"def place():\n    return {directory!r}\n")
+    for name in ("train_here", "random"):
+        found = [load_function(f"{tmp_path / directory}/{name}.py:place")() for directory in ("a", "b", "a")]
+        assert found == ["a", "b", "a"]
+    assert "place" not in vars(sys.modules["random"])
 
 
 def test_attention_counts_as_torch_counts_it() -> None:

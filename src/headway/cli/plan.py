@@ -202,10 +202,8 @@ def named_node(name: str, price_per_hour: float | None) -> Node:
     """The node that a flag names, with its price."""
     from headway.plan.input.plan_file import read_node
 
-    if name == "this":
-        return read_node("this")
-    price = {} if price_per_hour is None else {"price_per_hour": price_per_hour}
-    return read_node({"name": name, **price})
+    node = read_node(name)
+    return node if price_per_hour is None else node.with_price(price_per_hour)
 
 
 def named_model(name: str) -> Transformer:

@@ -122,13 +122,10 @@ def _with_batch(argv: list[str]) -> list[str]:
     """Adds the global batch of a plan file's search: a layout of the flags is for as many samples."""
     from headway.plan.input.plan_file import read_plan_file
 
-    if (
-        not argv
-        or Path(argv[0]).suffix not in _YAML
-        or any(word.startswith("--global-batch") for word in argv)
-    ):
+    file = next((word for word in argv if Path(word).suffix in _YAML), None)
+    if file is None or any(word.startswith("--global-batch") for word in argv):
         return argv
-    wanted = read_plan_file(argv[0]).search
+    wanted = read_plan_file(file).search
     return argv if wanted is None else [*argv, f"--global-batch={wanted.global_batch}"]
 
 

@@ -25,9 +25,9 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: str | Path) -> Mapping[str, object]:
-    """Reads a plan file as plain data."""
-    return parse_yaml(read_text(path, what="a plan file"), str(path))
+def read_yaml(path: str | Path, *, what: str = "a plan file") -> Mapping[str, object]:
+    """Reads a YAML file as plain data; `what` is the kind of file that is expected, for messages."""
+    return parse_yaml(read_text(path, what=what), str(path))
 
 
 def parse_yaml(text: str, where: str) -> Mapping[str, object]:

@@ -10,7 +10,6 @@ search: {gpus: 64, global_batch: 1024}
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,8 +79,7 @@ def override(plan: PlanFile, given: Mapping[str, object]) -> PlanFile:
         node = read_node(given["node"])
         calibration = calibration or read_calibration(None, Path(), given["node"])
     if "price_per_hour" in given:
-        node = copy(node)
-        node.price_per_hour = checks.require_number("node.price_per_hour", given["price_per_hour"])
+        node = node.with_price(given["price_per_hour"])
     return replace(
         plan,
         layout=replace(plan.layout, **layout),
@@ -138,17 +136,17 @@ def read_node(given: object) -> Node:
         file = calibration_file()
         if not file.is_file():
             raise UsageError(f"node is 'this', but {file} does not exist; run: headway plan calibrate")
-        return read_node(read_yaml(file).get("node"))
+        return read_node(read_yaml(file, what="a calibration file").get("node"))
     if isinstance(given, str):
         return Node(given)
     keys = dict(checks.require_mapping("node", given))
-    price = keys.pop("price_per_hour", None)
-    price = None if price is None else checks.require_number("node.price_per_hour", price)
-    name = keys.pop("name", None)
+    price, name = keys.pop("price_per_hour", None), keys.pop("name", None)
     if name is not None and "device" not in keys:
         checks.require_known_keys("node", keys, ("device",))
-        return Node(str(name), price_per_hour=price)
-    return Node.of(name=str(name or "mine"), price_per_hour=price, **keys)
+        node = Node(str(name))
+    else:
+        node = Node.of(name=str(name or "mine"), **keys)
+    return node if price is None else node.with_price(price)
 
 
 def read_calibration(given: object, directory: Path, node: object) -> Calibration | None:

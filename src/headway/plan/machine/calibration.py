@@ -86,12 +86,9 @@ def calibration_file() -> Path:
 
 def load_calibration(path: str | Path) -> Calibration:
     """Reads a calibration that `save_calibration` wrote."""
-    content = read_yaml(path)
+    content = read_yaml(path, what="a calibration file")
     data = dict(checks.require_mapping("calibration", content.get("calibration", {})))
     checks.require_known_keys(f"{path}: calibration", data, (*_NUMBERS, "source", "device", "measured"))
-    for name, value in data.items():
-        if name in _NUMBERS and not isinstance(value, int | float):
-            raise UsageError(f"{path}: calibration.{name} is {value!r}; expected a number")
     if "device" not in data:
         # files of earlier versions name the device beside the constants, and have all of those they could measure
         data |= {"device": _device_of(content), "measured": [name for name in _FIRST if name in data]}
@@ -99,7 +96,10 @@ def load_calibration(path: str | Path) -> Calibration:
         raise UsageError(
             f"{path}: calibration.measured is {data['measured']!r}; expected a list of constants"
         )
-    return Calibration(**data)  # type: ignore[arg-type]
+    try:
+        return Calibration(**data)  # type: ignore[arg-type]
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 _FIRST = ("matrix", "attention", "memory", "kernel_s", "peer", "peer_latency_s", "scale")

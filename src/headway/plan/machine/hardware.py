@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -176,12 +177,17 @@ class Node:
     def __repr__(self) -> str:
         return f"Node({self.name!r}: {self.describe()})"
 
+    def with_price(self, price_per_hour: object) -> Node:
+        """Returns the same node at another price."""
+        node = copy(self)
+        node.price_per_hour = checks.require_number("node.price_per_hour", price_per_hour)
+        return node
+
     def to_dict(self) -> dict[str, object]:
         """Returns plain values for JSON; `Node.of` takes them."""
-        device = asdict(self.device)
         return {
             "name": self.name,
-            "device": device,
+            "device": asdict(self.device),
             "gpus": self.gpus,
             "inter_Gbps": self.inter_bytes_per_s * 8e-9,
         }

@@ -87,23 +87,23 @@ def estimate_module(
     plan = make_estimate(settings.factory, found, settings, node, constants)
     if plan.fits or found.error is not None:
         return plan
-    names, others = zip(*_changes(settings, node), strict=True)
-    tried = trace_modules(others, extrapolate=extrapolate, timeout=timeout)
-    return make_estimate(
-        settings.factory, found, settings, node, constants, list(zip(names, tried, strict=True))
-    )
+    changes = _changes(settings, node)
+    traces = trace_modules(list(changes.values()), extrapolate=extrapolate, timeout=timeout)
+    tried = list(zip(changes, traces, strict=True))
+    return make_estimate(settings.factory, found, settings, node, constants, tried)
 
 
-def _changes(settings: TraceSettings, node: Node) -> list[tuple[str, TraceSettings]]:
-    found = []
+def _changes(settings: TraceSettings, node: Node) -> dict[str, TraceSettings]:
+    """Returns the settings to try if a module does not fit, by the name of the change."""
+    changes = {}
     if not settings.checkpoint:
-        found.append(("checkpoint blocks", replace(settings, checkpoint=True)))
+        changes["checkpoint blocks"] = replace(settings, checkpoint=True)
     if settings.fsdp == 1 and node.gpus > 1:
-        found.append((f"FSDP over {node.gpus}", replace(settings, fsdp=node.gpus)))
+        changes[f"FSDP over {node.gpus}"] = replace(settings, fsdp=node.gpus)
     if settings.batch_size is not None and settings.batch_size > 1:
-        found.append(("half the batch", replace(settings, batch_size=settings.batch_size // 2)))
-        found.append(("batch 1", replace(settings, batch_size=1)))
-    return found
+        changes["half the batch"] = replace(settings, batch_size=settings.batch_size // 2)
+        changes["batch 1"] = replace(settings, batch_size=1)
+    return changes
 
 
 def trace_module(

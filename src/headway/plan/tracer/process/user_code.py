@@ -49,6 +49,8 @@ def _module(place: str) -> Any:
         raise UserCodeError(f"there is no file {place}; expected FILE.py:function")
     sys.path.insert(0, str(file.parent))
     name = file.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(file):
+        name = str(file)  # another file, or a library, has this name
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
