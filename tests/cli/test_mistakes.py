@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli import main
+from headway.cli import VERBS, main
 from headway.cli.run import main as run_verb
 from headway.errors import StorageError, UsageError
 
@@ -242,3 +243,15 @@ def test_an_array_takes_several_axes_at_once(tmp_path: Path, monkeypatch: pytest
     own = "a=b --array x=1 y=2"  # what follows the script is the script's, however it looks
     expected = [f"{own} --lr={lr} --seed={seed}" for lr in (1, 2) for seed in (3, 4)]
     assert (tmp_path / "out").read_text().splitlines() == expected
+
+
+def test_the_commands_that_messages_advise_exist() -> None:
+    source = Path(import_module("headway").__file__ or "").parent
+    advised = {
+        (word, path.name)
+        for path in source.rglob("*.py")
+        for word in re.findall(r"(?:: |`)headway ([a-z][a-z-]*)", path.read_text())
+    }
+    # "never" is not a verb: a sentence begins so
+    assert [(word, name) for word, name in sorted(advised) if word not in {*VERBS, "never"}] == []
+    assert len(advised) > 20, "messages were found"

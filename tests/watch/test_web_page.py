@@ -24,6 +24,7 @@ from playwright.sync_api import (
     BrowserContext,
     ConsoleMessage,
     Page,
+    Route,
     TimeoutError,
     expect,
     sync_playwright,
@@ -384,7 +385,9 @@ def test_the_tabs_show_ranks_settings_diagnostics_logs_and_media(site: Site, pag
     page.get_by_label("only what differs").check()
     expect(page.locator(".tab table tbody tr")).to_have_text(["lr0.10.3", "seed12"])
     page.get_by_role("tab", name="Diagnostics").click()
-    page.get_by_placeholder("find").last.fill("TORCH")
+    page.get_by_placeholder("find", exact=True).fill(
+        "TORCH"
+    )  # not "find a setting", which is there until the tab changes
     expect(page.locator(".tab mark")).to_have_text("torch")
     page.get_by_role("tab", name="Log").click()
     expect(page.locator(".log")).to_contain_text("line 299")
@@ -402,6 +405,116 @@ def test_the_tabs_show_ranks_settings_diagnostics_logs_and_media(site: Site, pag
     )
     page.get_by_placeholder("find in names").fill("none of them")
     expect(page.locator(".media")).to_have_text("Nothing has that name, or that text in its name or caption.")
+
+
+def fail_first(page: Page, part: str, count: int = 1) -> None:
+    """Makes the first requests of an address fail, as they do in a browser whose machine changes its network."""
+    left = iter(range(count))
+
+    def answer(route: Route) -> None:
+        if next(left, None) is None:
+            route.fallback()
+        else:
+            route.abort("connectionreset")
+
+    page.route(f"**/api/{part}?*", answer)
+
+
+def forgive_resets(site: Site) -> None:
+    """Removes what the browser says about requests that `fail_first` has failed."""
+    assert any("ERR_CONNECTION_RESET" in text for text in site.complaints), "a request has failed"
+    site.complaints[:] = [text for text in site.complaints if "ERR_CONNECTION_RESET" not in text]
+
+
+@pytest.mark.parametrize(
+    ("tab", "part", "text"),
+    [
+        ("settings", "settings", "model.depth"),
+        ("diagnostics", "diagnostics", "torch"),
+        ("speed", "ranks", "1.3×"),
+    ],
+)
+def test_a_tab_is_shown_although_the_first_request_for_it_fails(
+    site: Site, page: Page, tab: str, part: str, text: str
+) -> None:
+    fail_first(page, part)
+    show(site, page, run_place(site.runs["sweep0"], tab))
+    expect(page.locator(".tab")).to_contain_text(text, timeout=15_000)
+    forgive_resets(site)
+
+
+def test_a_run_is_shown_although_the_first_request_for_it_fails(site: Site, page: Page) -> None:
+    with page.expect_event("requestfailed"):
+        fail_first(page, "run")
+        show(site, page, run_place(site.runs["sweep0"]))
+    expect(page.locator(".header h1")).to_be_visible()
+    page.wait_for_timeout(500)
+    expect(page.locator(".header h1")).to_be_visible()
+    forgive_resets(site)
+
+
+@pytest.mark.parametrize(("tab", "text"), [("log", "line 299"), ("media", "samples")])
+def test_what_a_tab_shows_comes_back_when_the_server_answers_again(
+    site: Site, page: Page, tab: str, text: str
+) -> None:
+    """Although the answer is the same as before."""
+    show(site, page, run_place(site.runs["sweep0"], tab))
+    body = page.locator(".tab .log, .tab .media")
+    expect(body).to_contain_text(text)
+    page.route(f"**/api/{tab}?*", lambda route: route.fulfill(status=500, body="broken"))
+    search = page.get_by_placeholder("find in ")
+    if tab == "media":  # a finished run does not ask by itself
+        search.fill("nothing")
+        expect(body).to_contain_text("broken")
+        page.unroute_all()
+        search.fill("")
+    else:
+        expect(body).to_contain_text("broken")
+        page.unroute_all()
+    expect(body).to_contain_text(text, timeout=15_000)
+    site.complaints[:] = [each for each in site.complaints if "500" not in each]
+
+
+def test_earlier_lines_of_a_log_come_once_however_often_they_are_asked_for(site: Site, page: Page) -> None:
+    run = site.runs["late"]
+    run.log_file(0).write_text("".join(f"line {at:06} {'.' * 80}\n" for at in range(1500)))
+    show(site, page, run_place(run, "log"))
+    body = page.locator(".log")
+    expect(body).to_contain_text("line 001499")
+    page.get_by_role("button", name="earlier lines").dblclick(no_wait_after=True)
+    expect(body).to_contain_text("line 000200")
+    page.wait_for_timeout(500)
+    lines = [line for line in body.inner_text().splitlines() if line]
+    assert lines == sorted(set(lines)), "in order, and none twice"
+
+
+def test_the_answer_to_an_older_question_is_not_shown(site: Site, page: Page) -> None:
+    """The first choice of another run takes longer than the second, and the colors of ranks than the next ones."""
+    run, slow, fast = (site.runs[f"sweep{number}"] for number in (0, 1, 3))
+    held: list[Route] = []
+    page.route(f"**/api/settings?*{slow.path.name}*", lambda route: held.append(route))
+    page.route("**/api/ranks?*what=data*", lambda route: held.append(route))
+    show(site, page, run_place(run, "settings"))
+    for other in (slow, fast):
+        page.get_by_label("compare with").select_option(other.path.name)
+    heads = page.locator(".tab table thead")
+    expect(heads).to_contain_text(fast.path.name)
+    wait_until(lambda: page.evaluate("1") and held, "the slow question is on its way")
+    with page.expect_response(lambda answer: slow.path.name in answer.url):
+        held.pop().continue_()
+    page.wait_for_timeout(500)
+    expect(heads).to_contain_text(fast.path.name)
+    page.get_by_role("tab", name="Speed").click()
+    colors = page.get_by_label("colors", exact=True)
+    expect(colors).to_have_text("1×1.3×2×")
+    for what in ("data", "own"):
+        page.get_by_label("what the colors mean").select_option(what)
+    wait_until(lambda: page.evaluate("1") and held, "the slow question is on its way")
+    before = page.locator("canvas[role=img]").evaluate("each => each.toDataURL()")
+    with page.expect_response(lambda answer: "what=data" in answer.url):
+        held.pop().continue_()
+    page.wait_for_timeout(500)
+    assert page.locator("canvas[role=img]").evaluate("each => each.toDataURL()") == before
 
 
 # --- several runs

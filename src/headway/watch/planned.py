@@ -1,4 +1,4 @@
-"""A finished or running run against its plan.json."""
+"""Compares a run with its plan.json."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from headway.watch.view import RunView
 
 
 def compare_with_plan(run: Run) -> list[PlanComparison]:
-    """Compares the median step time and the peak of memory with the run's plan.json; refuses if it can compare none."""
+    """Compares the median step time and the peak memory of a run with its plan.json.
+
+    Raises `UsageError` if neither can be compared.
+    """
     if not run.plan_file.exists():
         raise UsageError(
             f"{run.path} has no plan.json; save one with `headway plan ... --save plan.json`, and give it to the run "
             'with pipe.enable_plan("plan.json")'
         )
-    read_saved_plan(run.plan_file)  # refuses what is not a plan
+    read_saved_plan(run.plan_file)  # raises if it is not a plan
     found = list(RunView(run, thorough=True).refresh().plan)
     if all(row.measured is None for row in found):
         planned = " and ".join(row.what for row in found) or "neither step time nor memory"
         raise UsageError(
             f"nothing of {run.path} can be compared: its plan has {planned}, and the run has not measured that; "
-            f"see what it has: headway show {run.path}"
+            f"see what it has: headway watch {run.path} --once"
         )
     return found

@@ -1,6 +1,6 @@
 // Images, figures, histograms and texts that a run has logged, the newest first.
 
-import { get } from "./api.js";
+import { get, newestOnly } from "./api.js";
 import { h, replace, replaceOnce, s, search, select } from "./dom.js";
 import { count, number } from "./format.js";
 
@@ -9,27 +9,23 @@ export function mediaTab(host, { key }) {
   const note = h("span", { class: "soft" });
   const grid = h("div", { class: "media" });
   let view = { name: "", search: "" };
-  let asked = 0;
   let step = null;
-  let known = "";
+  let shown = "";
 
-  const read = async () => {
-    const mine = ++asked;
-    try {
-      const found = await get("media", { run: key, ...view });
-      if (mine !== asked) return;
-      const options = [["", "all names"], ...found.names.map((name) => [name, name])];
-      replaceOnce(names, [options, view.name], () => select("name", options, view.name, (name) => change({ name })));
-      const many = found.count > found.items.length ? `the newest ${found.items.length} of ${count(found.count)}` : `${count(found.count)}`;
-      note.textContent = found.note && found.items.length ? `${many}; ${found.note}` : many;
-      const now = JSON.stringify([found.items, found.note, view]);
-      if (now === known) return;
-      known = now;
-      replace(grid, found.items.length ? found.items.map((item) => card(key, item)) : h("p", { class: "soft" }, why(found.note, view)));
-    } catch (error) {
-      replace(grid, h("p", { class: "bad" }, error.message));
-    }
-  };
+  const newest = newestOnly();
+  const read = () => newest.show(get("media", { run: key, ...view }), (found) => {
+    const options = [["", "all names"], ...found.names.map((name) => [name, name])];
+    replaceOnce(names, [options, view.name], () => select("name", options, view.name, (name) => change({ name })));
+    const many = found.count > found.items.length ? `the newest ${found.items.length} of ${count(found.count)}` : `${count(found.count)}`;
+    note.textContent = found.note && found.items.length ? `${many}; ${found.note}` : many;
+    const now = JSON.stringify([found.items, found.note, view]);
+    if (now === shown) return;
+    shown = now;
+    replace(grid, found.items.length ? found.items.map((item) => card(key, item)) : h("p", { class: "soft" }, why(found.note, view)));
+  }, (error) => {
+    shown = "";
+    replace(grid, h("p", { class: "bad" }, error.message));
+  });
   const change = (changes) => {
     view = { ...view, ...changes };
     read();
@@ -41,7 +37,7 @@ export function mediaTab(host, { key }) {
       if (step !== null && step !== state.header.step) read();
       step = state.header.step;
     },
-    close: () => (asked += 1),
+    close: newest.cancel,
   };
 }
 

@@ -1,6 +1,6 @@
 // Where the time of a step goes, over time; and the ranks: which one was slow, and when.
 
-import { get } from "./api.js";
+import { get, newestOnly } from "./api.js";
 import { PHASES, rankRows, table } from "./blocks.js";
 import { style } from "./charts.js";
 import { item } from "./curves.js";
@@ -35,18 +35,18 @@ export function speedTab(host, { key }) {
     h("section", { class: "card" }, h("h2", {}, "Ranks, the slowest first"), ranks),
   );
 
+  const newest = newestOnly();
   async function read() {
     clearTimeout(timer);
-    try {
-      const [found, cells] = await Promise.all([get("phases", { run: key, points: 400 }), get("ranks", { run: key, what })]);
+    const requests = [get("phases", { run: key, points: 400 }), get("ranks", { run: key, what })];
+    await newest.show(Promise.all(requests), ([found, cells]) => {
       plot?.destroy();
       plot = drawPhases(breakdown, legend, found.phases);
       map = cells;
       drawHeat(heat, cells, what);
       replace(colors, [0, 0.3, 1].map((part) => item(colorOf(part), what === "own" ? `${1 + part}×` : percent(part))));
-    } catch (error) {
-      reading.textContent = error.message;
-    }
+      reading.textContent = "";
+    }, (error) => (reading.textContent = error.message));
     timer = null;
   }
 
@@ -68,6 +68,7 @@ export function speedTab(host, { key }) {
       step = state.header.step;
     },
     close: () => {
+      newest.cancel();
       clearTimeout(timer);
       plot?.destroy();
       window.removeEventListener("theme", onTheme);

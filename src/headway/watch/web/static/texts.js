@@ -1,6 +1,6 @@
-// The tabs with text: settings and how they differ from another run's, diagnostics, logs.
+// The tabs with text: settings, alone or beside another run's; diagnostics; logs.
 
-import { get } from "./api.js";
+import { get, newestOnly } from "./api.js";
 import { table } from "./blocks.js";
 import { h, replace, search, select } from "./dom.js";
 import { setting } from "./format.js";
@@ -29,14 +29,11 @@ export function settingsTab(host, { key }) {
     replace(body, settingsTable(found, view));
     replace(code, found.code.map((each, at) => [h("h2", {}, found.runs.length > 1 ? `Code of ${found.runs[at]}` : "Code"), codeOf(each)]).flat());
   };
-  const read = async () => {
-    try {
-      found = await get("settings", { run: other ? [key, other] : [key] });
-      draw();
-    } catch (error) {
-      replace(body, h("p", { class: "bad" }, error.message));
-    }
-  };
+  const newest = newestOnly();
+  const read = () => newest.show(get("settings", { run: other ? [key, other] : [key] }), (settings) => {
+    found = settings;
+    draw();
+  }, (error) => replace(body, h("p", { class: "bad" }, error.message)));
   const only = h("input", { type: "checkbox", onchange: (event) => ((view.only = event.target.checked), draw()) });
   const controls = h("div", { class: "controls" }, search("find a setting", (text) => ((view.filter = text), draw())));
   replace(host, h("section", { class: "card" }, h("h2", {}, "Settings"), controls, body), h("section", { class: "card" }, code));
@@ -63,7 +60,7 @@ function codeOf(code) {
     }, `${line}\n`)))) : null);
 }
 
-// Lines of text, with what is searched for marked.
+// Returns lines of text in which each match of a search is marked.
 function marked(lines, wanted) {
   if (!wanted) return [lines.join("\n")];
   const lower = wanted.toLowerCase();
@@ -99,7 +96,7 @@ export function logTab(host, { key }) {
   let view = { name: undefined, search: "" };
   let shown = { lines: [], begin: 0, names: "" };
   let timer = null;
-  let asked = 0;
+  const newest = newestOnly();
 
   const draw = () => {
     const atEnd = body.scrollTop + body.clientHeight >= body.scrollHeight - 20;
@@ -108,22 +105,22 @@ export function logTab(host, { key }) {
     earlier.hidden = !shown.begin;
     note.textContent = view.search ? `${shown.lines.length} lines` : "";
   };
+  const request = (end) => get("log", { run: key, name: view.name, search: view.search || undefined, end });
+  const fail = (error) => {
+    shown = { ...shown, lines: [], begin: 0 };
+    replace(body, error.message);
+  };
   const read = async () => {
     clearTimeout(timer);
-    const mine = ++asked;
-    try {
-      const found = await get("log", { run: key, name: view.name, search: view.search || undefined });
-      if (mine !== asked) return;
+    const isNewest = await newest.show(request(), (found) => {
       if (found.names.join() !== shown.names) drawNames(found);
       const isSame = shown.lines.length && shown.lines[shown.lines.length - 1] === found.lines[found.lines.length - 1] && shown.lines.length >= found.lines.length;
       if (!isSame || view.search) {
         shown = { lines: found.lines, begin: found.begin, names: found.names.join() };
         draw();
       }
-    } catch (error) {
-      replace(body, error.message);
-    }
-    if (mine === asked) timer = setTimeout(read, FOLLOW_MS);
+    }, fail);
+    if (isNewest) timer = setTimeout(read, FOLLOW_MS);
   };
   const drawNames = (found) => {
     const options = found.names.map((name) => [name, name === "job" ? "the job" : `rank ${name}`]);
@@ -134,16 +131,16 @@ export function logTab(host, { key }) {
     shown = { ...shown, lines: [], begin: 0 };
     read();
   };
-  const readEarlier = async () => {
-    asked += 1;
-    clearTimeout(timer); // whoever reads what was before is not interested in what is new
-    const found = await get("log", { run: key, name: view.name, search: view.search || undefined, end: shown.begin });
-    const height = body.scrollHeight;
-    shown = { ...shown, lines: [...found.lines, ...shown.lines], begin: found.begin };
-    draw();
-    body.scrollTop = body.scrollHeight - height;
+  const readEarlier = () => {
+    clearTimeout(timer); // new lines would scroll away the earlier ones
+    newest.show(request(shown.begin), (found) => {
+      const height = body.scrollHeight;
+      shown = { ...shown, lines: [...found.lines, ...shown.lines], begin: found.begin };
+      draw();
+      body.scrollTop = body.scrollHeight - height;
+    }, fail);
   };
   replace(host, h("section", { class: "card" }, h("div", { class: "controls" }, names, search("find in the log", (text) => change({ search: text })), earlier, note), body));
   read();
-  return { update: () => {}, close: () => ((asked += 1), clearTimeout(timer)) };
+  return { update: () => {}, close: () => (newest.cancel(), clearTimeout(timer)) };
 }
