@@ -72,7 +72,7 @@ def around() -> dict[str, Any]:
 def of_page(page: str, names: dict[str, Any]) -> dict[str, Any]:
     """What one page alone takes for granted."""
     hw = names["hw"]
-    if page.endswith("data.md"):
+    if page.endswith("shards.md"):
         mix = hw.data.Mix({"photos": 0.7, "web": 0.3})
         return {"mix": mix, "loader": hw.data.ShardLoader(mix, batch_size=16, seed=0)}
     if page.endswith("reliability.md"):
