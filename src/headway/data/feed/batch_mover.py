@@ -1,4 +1,4 @@
-"""How the batches of a loader get to the device: by `DeviceFeed` to a GPU, and else as torch copies."""
+"""How the batches of a loader get to the device: through a `DeviceFeed` to a GPU, by torch's own copy elsewhere."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class BatchMover(NamedTuple):
     """How the batches of a loader get to the device."""
 
     read: Callable[[Iterator[Any]], Iterator[Any]]
-    """yields the batches of an opened loader; where nothing depends on it, ahead of what is asked for"""
+    """yields the batches of an opened loader, and prefetches them where that changes nothing else"""
     move: Callable[[Any], Any]
     """returns a batch on the device"""
 
 
 @contextmanager
 def moving(loader: Iterable[Any], device: torch.device) -> Iterator[BatchMover]:
-    """Gives what moves the batches of a loader to the device: to a GPU, beside what it computes.
+    """Yields the mover for the batches of a loader; copies to a GPU overlap with computation.
 
-    The loader is opened within. Threads copy, or leave batches in memory from which the GPU copies by itself: those of
-    the loader if it has any, else a thread of the feed if the batches are in memory already. Any other loader makes its
-    batches on the thread that trains, one at a time: it may draw random numbers, and has a position that is saved.
+    Open the loader within this context. Threads of the loader copy or pin its batches, if it has any. If the batches
+    are in memory already, a thread of the feed copies them. Any other loader makes its batches on the training thread,
+    one at a time: it may draw random numbers, and has a position that is saved.
     """
     if device.type != "cuda":
-        yield BatchMover(_as_it_is, partial(to_device, device=device))
+        yield BatchMover(iter, partial(to_device, device=device))
         return
     feed = shared_feed(device)
     if type(loader) in (list, tuple):
@@ -40,16 +40,12 @@ def moving(loader: Iterable[Any], device: torch.device) -> Iterator[BatchMover]:
             yield BatchMover(thread.stage_ahead, thread.move)
         return
     with _feeding(loader, feed):
-        yield BatchMover(_as_it_is, feed.move)
-
-
-def _as_it_is(batches: Iterator[Any]) -> Iterator[Any]:
-    return batches
+        yield BatchMover(iter, feed.move)
 
 
 @contextmanager
 def _feeding(loader: Iterable[Any], feed: DeviceFeed) -> Iterator[None]:
-    """Has the threads of a loader copy or pin its batches; a loop outside of the pipeline gets them as before."""
+    """Makes the threads of a loader copy or pin its batches; restores the loader for loops outside of the pipeline."""
     if isinstance(loader, FeedableLoader):
         loader.feed_to(feed)
         try:

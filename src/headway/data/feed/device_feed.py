@@ -1,9 +1,8 @@
-"""`DeviceFeed`: batches are copied to a GPU while it computes, and neither the host nor the GPU waits for a copy.
+"""`DeviceFeed`: copies batches to a GPU while it computes; neither the host nor the GPU waits for a copy.
 
-A copy from pageable memory makes the host wait for all that the stream has still to do, and a copy on the stream of
-training makes the GPU wait for the copy. So batches go through pinned memory, on a stream of their own; an event tells
-the stream of training when a batch is there. Small tensors are the exception: CUDA takes them along with the call, and
-all of that would cost more than their copy.
+A copy from pageable memory makes the host wait until the stream is idle, and a copy on the training stream makes the
+GPU wait for the copy. So batches go through pinned memory, on a stream of their own, and the training stream waits for
+an event. Small tensors are the exception: CUDA copies them with the call, which costs less than all of that.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from headway.data.feed.pinned_ring import PinnedRing, fits_slot, size_in_slot
 from headway.errors import UsageError
 
 _SMALL_BYTES = 2**16
-"""CUDA copies as much from memory that is not pinned, either, without a wait for what the stream has still to do"""
+"""CUDA copies up to this many bytes from pageable memory without waiting for the stream"""
 
 
 class StagedBatch(NamedTuple):
-    """A batch that is on its way to a device, or that the device is still making."""
+    """A batch that is being copied to a device, or computed there."""
 
     batch: Any
     ready: torch.cuda.Event
-    """after which it is there"""
+    """recorded when the batch is complete"""
 
     def hand_over(self) -> Any:
-        """Returns the batch for the current stream, which waits for it; the host does not."""
+        """Returns the batch for use on the current stream, which waits for it; the host does not."""
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for tensor in find_tensors(self.batch):
             if not tensor.is_cuda:
@@ -40,19 +39,18 @@ class StagedBatch(NamedTuple):
             if tensor.device not in streams:
                 streams[tensor.device] = torch.cuda.current_stream(tensor.device)
                 streams[tensor.device].wait_event(self.ready)
-            tensor.record_stream(
-                streams[tensor.device]
-            )  # its memory is not free before this stream is done with it
+            # the allocator must not reuse its memory before this stream is done with it
+            tensor.record_stream(streams[tensor.device])
         return self.batch
 
 
 @final
 class DeviceFeed:
-    """Copies batches to a GPU beside what it computes.
+    """Copies batches to a GPU while it computes.
 
     feed = DeviceFeed(torch.device("cuda"))
     staged = feed.stage(batch)              # on any thread, some batches ahead
-    batch = staged.hand_over()              # on the thread that trains
+    batch = staged.hand_over()              # on the training thread
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,31 +59,30 @@ class DeviceFeed:
         self._ring, self._lock = PinnedRing(), threading.Lock()
 
     def stage(self, batch: Any) -> StagedBatch:
-        """Begins to copy a batch. What it was made of may be changed at once, unless it is pinned already."""
-        pageable = [tensor for tensor in find_tensors(batch) if self._is_pageable(tensor)]
+        """Starts to copy a batch. The caller may change its tensors at once, except those that were already pinned."""
+        pageable = []
+        for tensor in find_tensors(batch):
+            check_device(tensor, self._device)
+            if fits_slot(tensor):
+                pageable.append(tensor)
         with self._lock, torch.cuda.stream(self._stream):  # threads of several loaders may feed
             slot = self._ring.next_slot(sum(map(size_in_slot, pageable))) if pageable else None
             pinned = {id(tensor): slot.fill(tensor) for tensor in pageable} if slot else {}
-            moved = map_tensors(batch, lambda tensor: self._copy(pinned.get(id(tensor), tensor)))
+            moved = map_tensors(
+                batch, lambda tensor: pinned.get(id(tensor), tensor).to(self._device, non_blocking=True)
+            )
             if slot is not None:
                 slot.copied.record(self._stream)
             return StagedBatch(moved, self._stream.record_event())
 
     def move(self, batch: Any) -> Any:
-        """Returns the batch on the device, for the current stream."""
+        """Returns the batch on the device, for use on the current stream."""
         return to_device(batch, self._device) if is_small(batch) else self.stage(batch).hand_over()
-
-    def _is_pageable(self, tensor: Tensor) -> bool:
-        check_device(tensor, self._device)
-        return fits_slot(tensor)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
 
 
 @cache
 def shared_feed(device: torch.device) -> DeviceFeed:
-    """Returns the feed of a device: one for all loaders, because torch keeps memory for each stream."""
+    """Returns the feed of a device. All loaders share it, because torch caches memory per stream."""
     return DeviceFeed(device)
 
 
@@ -97,7 +94,7 @@ class FeedableLoader(Protocol):
 
 
 def is_small(batch: Any) -> bool:
-    """Whether a copy of the batch makes nobody wait, because none of its tensors is large."""
+    """Whether copying the batch blocks nothing, because none of its tensors is large."""
     return all(tensor.numel() * tensor.element_size() <= _SMALL_BYTES for tensor in find_tensors(batch))
 
 
@@ -121,7 +118,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def check_device(tensor: Tensor, device: torch.device) -> None:
-    """Refuses a tensor of another device than the rank's."""
+    """Refuses a tensor on a device that is neither the CPU nor the rank's."""
     if tensor.device != device and not tensor.is_cpu:
         raise UsageError(
             f"a batch has a tensor on {tensor.device}, but this rank uses {device}: return tensors on the CPU or on "

@@ -1,4 +1,4 @@
-"""The tensors of a batch, however deeply they are nested in tuples, lists and dicts."""
+"""The tensors of a batch, nested to any depth in tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def like(batch: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
 
 
 def like_mapping(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
-    """Returns the parts in a mapping of the batch's type; in a dict if no such mapping can be made.
+    """Returns the parts in a mapping of the batch's type; in a dict if that type cannot be constructed from one.
 
-    A copy keeps what else the batch has, such as the factory of a defaultdict. It is changed only where it surely has
-    items of its own.
+    A copy keeps the batch's other attributes, such as the factory of a defaultdict. Only dicts and `UserDict`s are
+    copied: a shallow copy of another mapping may share its items with the batch.
     """
     kind: Any = type(batch)
     if kind is dict:
         return parts
     if isinstance(batch, dict | UserDict):
-        with suppress(TypeError):  # it may refuse to be changed
+        with suppress(TypeError):  # it may be immutable
             made = copy(batch)
             for name, part in parts.items():
                 made[name] = part

@@ -1,4 +1,4 @@
-"""Pinned memory that is used in turn: a slot for each of the last few batches."""
+"""A ring of pinned memory: one slot for each of the last few batches."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import final
 import torch
 from torch import Tensor
 
-_SLOTS = 3  # of batches: one that is filled, one that is copied, and one to spare
+_SLOTS = 3  # one that is being filled, one that is being copied, and one to spare
 _ALIGNMENT_BYTES = 256
 _LEAST_BYTES = 2**16
 
 
 @dataclass(slots=True)
 class RingSlot:
-    """The pinned memory of one batch, and the event after which it has been copied."""
+    """The pinned memory of one batch, and the event that is recorded after its copy."""
 
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     used: int = 0
 
     def fill(self, tensor: Tensor) -> Tensor:
-        """Copies a tensor to the next bytes of the slot, and returns it there, with the same layout."""
+        """Copies a tensor to the next free bytes of the slot, and returns the copy, with the same layout."""
         start, size = self.used, tensor.numel() * tensor.element_size()
         self.used += size_in_slot(tensor)
         strides = (
@@ -35,15 +35,15 @@ class RingSlot:
 
 @final
 class PinnedRing:
-    """Slots in turn. A slot is larger than before only if its batch is, so nothing is allocated once all are in use."""
+    """Lends slots in turn. A slot grows only if a batch needs it, so a steady state allocates nothing."""
 
     def __init__(self) -> None:
         self._slots = deque(RingSlot() for _ in range(_SLOTS))
 
     def next_slot(self, size: int) -> RingSlot:
-        """Returns a slot of at least `size` bytes, which the device has finished to copy.
+        """Returns a slot of at least `size` bytes from which no copy is in progress.
 
-        It waits if the device is still copying the third last batch, never for anything that the device computes.
+        Waits if the device is still copying the batch before the last two, but never for computation on the device.
         """
         slot = self._slots.popleft()
         self._slots.append(slot)
@@ -53,15 +53,15 @@ class PinnedRing:
         if len(slot.memory) < size:
             whole = max(
                 _LEAST_BYTES, 1 << (size - 1).bit_length()
-            )  # batches of ragged samples grow a few times only
+            )  # ragged batches grow a slot a few times only
             slot.memory = torch.empty(whole, dtype=torch.uint8, pin_memory=True)
         return slot
 
 
 def fits_slot(tensor: Tensor) -> bool:
-    """Whether a tensor is copied through a slot: in memory that is not pinned, and of a layout that torch can pin.
+    """Whether a tensor is copied through a slot: it is in pageable memory, and has a layout that torch can pin.
 
-    A subclass, such as the images and masks of torchvision, would come out as a plain tensor: it is copied as it is.
+    A subclass, such as torchvision's images and masks, would become a plain tensor there, so it is copied directly.
     """
     return (
         type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_pinned()

@@ -1,4 +1,4 @@
-"""Batches that are in memory already, copied to a device by a thread of their own before training asks for them."""
+"""`StagingThread`: copies batches that are in memory already to a device, before training needs them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, final
 from headway.data.feed.device_feed import DeviceFeed, StagedBatch, is_small
 from headway.data.feed.nested import find_tensors
 
-_AHEAD = 2  # batches
+_AHEAD_BATCHES = 2
 
 
 class _Item(NamedTuple):
-    """A batch and its copy, if there is one; or, as the last, what ended the source."""
+    """A batch and its copy, if there is one; or the last item, with the error that ended the source, if any."""
 
     batch: Any = None
     staged: StagedBatch | None = None
@@ -28,9 +28,10 @@ class _Item(NamedTuple):
 class StagingThread:
     """Stages two batches ahead of training.
 
-    Only for batches that exist: a loader that makes them may save its position, or draw from the random numbers of the
-    model, and must not be asked before its batch is needed. A batch with a tensor of the two before it is copied when
-    it is asked for: it may be one buffer, which the loop refills. So is a small one, whose copy makes nobody wait.
+    Only for batches that exist: a loader that makes them may save its position or draw from the model's random
+    numbers, so it must not run ahead. Two kinds of batches are copied only when the loop takes them: those that share a
+    tensor with one of the two batches before, which may be a buffer that the loop refills, and small ones, whose copy
+    blocks nothing.
 
         with closing(StagingThread(feed)) as thread:
             for batch in thread.stage_ahead(batches):
@@ -39,12 +40,14 @@ class StagingThread:
 
     def __init__(self, feed: DeviceFeed) -> None:
         self._feed, self._stopped = feed, threading.Event()
-        self._items: Queue[_Item] = Queue(maxsize=_AHEAD - 1)  # a second batch waits to be put into it
+        self._items: Queue[_Item] = Queue(
+            maxsize=_AHEAD_BATCHES - 1
+        )  # a second batch waits to be put into it
         self._staged = defaultdict[int, deque[StagedBatch | None]](deque)  # a batch may come several times
         self._thread: threading.Thread | None = None
 
     def stage_ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches; a thread has begun to copy them. Called once."""
+        """Yields the batches, while a thread copies the next ones. Call it once."""
         self._thread = threading.Thread(target=self._run, args=(batches,), name="headway feed", daemon=True)
         self._thread.start()
         while True:
@@ -57,22 +60,22 @@ class StagingThread:
             yield item.batch
 
     def move(self, batch: Any) -> Any:
-        """Returns a batch on the device, for the current stream; one that is asked for again is copied again."""
+        """Returns a batch on the device, for use on the current stream. Each call for the same batch copies it."""
         waiting = self._staged.get(id(batch))
         staged = waiting.popleft() if waiting else None
         return self._feed.move(batch) if staged is None else staged.hand_over()
 
     def close(self) -> None:
-        """Ends the thread, and drops what was copied for later."""
+        """Ends the thread, and drops batches that were copied ahead."""
         self._stopped.set()
         with suppress(Empty):
-            self._items.get_nowait()  # the thread may wait for a place
+            self._items.get_nowait()  # the thread may be waiting for room in the queue
         if self._thread is not None:
             self._thread.join()
         self._staged.clear()
 
     def _run(self, batches: Iterable[Any]) -> None:
-        before = deque[set[int]](maxlen=_AHEAD)
+        before = deque[set[int]](maxlen=_AHEAD_BATCHES)
         try:
             for batch in batches:
                 tensors = {id(tensor) for tensor in find_tensors(batch)}
