@@ -21,7 +21,8 @@ CLASSES, EACH = 40, 30
 
 def dependence(labels: np.ndarray, shard_size: int) -> str:
     order = LabelOrder()
-    order.add((at // shard_size, at % shard_size, int(label)) for at, label in enumerate(labels))
+    for at, label in enumerate(labels):
+        order.add(at // shard_size, at % shard_size, int(label))
     return order.dependence()
 
 
@@ -51,7 +52,8 @@ def test_sorted_labels_are_found_whatever_the_shards(classes: int, each: int, sh
     assert "have the same cls" in dependence(labels, shard_size)
     few = np.random.default_rng(0).choice(len(labels), min(len(labels), 2000), replace=False)
     order = LabelOrder()  # as a loader meets them: some of them, in any sequence
-    order.add((int(at) // shard_size, int(at) % shard_size, int(labels[at])) for at in few)
+    for at in few:
+        order.add(int(at) // shard_size, int(at) % shard_size, int(labels[at]))
     assert "have the same cls" in order.dependence()
 
 

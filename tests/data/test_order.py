@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from headway.data.order.order import Order, Shuffle, rank_slice
+from headway.data.order.batch_split import rank_slice
+from headway.data.order.order import Order, Shuffle
 from headway.data.order.permutation import derive_key, derive_keys, distinct_values, permute
 from headway.errors import UsageError
 

@@ -183,7 +183,7 @@ def test_weights_hold_from_the_very_next_batch(folder: Path) -> None:
     assert {text[0] for text in next(iterator)["txt"]} == {"b"}
     with pytest.raises(UsageError, match="'z' is not a valid dataset of the mix"):
         loader.set_weight("z", 1)
-    with pytest.raises(UsageError, match=r"go by the names .*: give {'a': 0, 'b': 1}, not \[0\.4, 0\.6\]"):
+    with pytest.raises(UsageError, match=r"need the names .*: give {'a': 0, 'b': 1}, not \[0\.4, 0\.6\]"):
         loader.set_weights([0.4, 0.6])  # type: ignore[arg-type]
 
 
@@ -561,7 +561,7 @@ def test_two_ranks_go_on_from_that_state(folder: Path, cut: int) -> None:
         ("a", {"threads": 0}, "threads=0"),
         ("a", {"max_bad": 2}, "max_bad=2"),
         ("a", {"batch_size": None}, "give one of them"),
-        ("a", {"batch_size": 0}, "a batch of 0 samples: give at least 1"),
+        ("a", {"batch_size": 0}, "a batch has 0 samples: give at least 1"),
         (".", {}, "no shards found at '.'; there are some in a, b"),
         ("a/shard{0..99}-000000.tar", {}, r"no shards found at 'a/shard\d-000000.tar'"),
         (

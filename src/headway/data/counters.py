@@ -1,4 +1,4 @@
-"""What a loader did on this rank: totals that only grow, and a trace of its phases."""
+"""`Counters`: what a loader did on this rank, as totals that only grow, and as a trace of its phases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_SPANS = 200_000  # trace viewers have trouble with more
 
 
 class Span(NamedTuple):
-    """One phase of some samples or a batch, in seconds of `time.perf_counter`."""
+    """The time that one phase took for some samples or a batch, in seconds of `time.perf_counter`."""
 
     phase: str
     thread: int
@@ -28,7 +28,7 @@ SpanListener: TypeAlias = Callable[[Span], None]
 
 @runtime_checkable
 class SpanSource(Protocol):
-    """A loader that tells a listener of each span: what its threads read, decode, transform, and what is waited for."""
+    """A loader that calls a listener with each span of reading, decoding and transforming samples, and of waiting."""
 
     def observe_spans(self, listener: SpanListener | None) -> None: ...
 
@@ -47,12 +47,12 @@ class Counters:
         """Adds the time of a span to the total of its phase."""
         self._seconds[span.phase] = self._seconds.get(span.phase, 0.0) + span.ended - span.began
         if self.trace is not None:
-            self.trace.add([span])
+            self.trace.add(span)
         if self.listener is not None:
             self.listener(span)
 
     def open_trace(self, path: str | Path | None, *, rank: int) -> None:
-        """Begins a trace of all spans, unless there is one; within a run, the path is relative to its directory."""
+        """Starts a trace of all spans, unless there is one; within a run, the path is relative to its directory."""
         if path is not None and self.trace is None:
             from headway.dist.shared_run import current_run  # needs torch
 
@@ -65,7 +65,7 @@ class Counters:
             self.trace.save()
 
     def add_phases(self, thread: int, times: Sequence[float]) -> None:
-        """Adds consecutive phases: when the first of them began, and when each ended; later phases may be missing."""
+        """Adds consecutive phases, given when the first began and when each ended; later phases may be missing."""
         for phase, (began, ended) in zip(PHASES, pairwise(times), strict=False):
             self.add(Span(phase, thread, began, ended))
 
@@ -90,9 +90,10 @@ class LoaderTrace:
         self._rank = rank
         self._spans: list[Span] = []
 
-    def add(self, spans: Sequence[Span]) -> None:
-        """Keeps spans, up to a limit."""
-        self._spans.extend(spans[: max(0, _MAX_SPANS - len(self._spans))])
+    def add(self, span: Span) -> None:
+        """Keeps a span, up to a limit."""
+        if len(self._spans) < _MAX_SPANS:
+            self._spans.append(span)
 
     def save(self) -> None:
         """Writes all spans so far, replacing the file."""

@@ -1,4 +1,4 @@
-"""Watches the first labels that a loader reads: shards that are sorted by class are said before they do harm."""
+"""`LabelWatch`: warns early of shards that are sorted by class, from the first labels that a loader reads."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _CHECK_AT = (256, 1024, 4096)  # labels of a dataset
 
 @final
 class LabelWatch:
-    """Warns once for each dataset whose neighbors in shards have the same label more often than chance."""
+    """Warns once for each dataset whose neighbors in shards have the same label more often than by chance."""
 
     def __init__(self, *, watching: bool) -> None:
         self.watching = watching
-        """whether labels are still of interest"""
+        """whether labels are still needed"""
         self._orders: dict[int, LabelOrder] = defaultdict(LabelOrder)
         self._done: set[int] = set()
 
     def add(self, labels: Iterable[tuple[int, int, int, int]], names: Sequence[str]) -> None:
         """Adds rows of dataset, shard, sample and label, given the names of the datasets."""
-        for dataset, *row in labels:
+        for dataset, shard, sample, label in labels:
             if dataset not in self._done:
                 order = self._orders[dataset]
-                known = len(order)
-                order.add([(row[0], row[1], row[2])])
-                if len(order) > known and len(order) in _CHECK_AT:
+                before = len(order)
+                order.add(shard, sample, label)
+                if len(order) > before and len(order) in _CHECK_AT:
                     self._check(dataset, names)
         self.watching = len(self._done) < len(names)
 
     def end_pass(self, names: Sequence[str]) -> None:
-        """Looks at datasets of fewer labels, all of which have been read: the next pass has no others."""
+        """Checks datasets with fewer labels, all of which have been read by now."""
         for dataset in self._orders.keys() - self._done:
             self._check(dataset, names)
         self._orders.clear()

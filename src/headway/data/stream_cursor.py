@@ -1,7 +1,7 @@
-"""Iterable datasets that know their position: their state accompanies every batch from worker to training loop.
+"""`StreamCursor`: the position of an iterable dataset, whose state accompanies every batch from worker to loop.
 
-Such a dataset has an order of its own, and distributes its samples to ranks and workers itself. So its position is one
-state per worker of this rank, and is valid for the same number of ranks and workers only.
+Such a dataset defines its own order, and distributes its samples to ranks and workers itself. So its position consists
+of one state per worker of this rank, and is valid only for the same number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils import data as torch_data
 
 from headway.data.cursor import Collate, Cursor
 from headway.data.order.batch_split import BatchSplit
+from headway.data.order.order import list_differences
 from headway.data.order.permutation import derive_key
 from headway.data.worker_init import preserve_rng, reseed
 from headway.errors import UsageError
@@ -37,9 +38,9 @@ class EpochAware(Protocol):
 
 
 def _is_unsplit(dataset: object) -> bool:
-    """Whether a dataset is a stream of Hugging Face's that is not distributed to ranks."""
-    ours = type(dataset).__module__.startswith("datasets.")
-    return ours and getattr(dataset, "_distributed", dataset) is None
+    """Whether a dataset is a Hugging Face stream that is not split between ranks."""
+    is_hugging_face = type(dataset).__module__.startswith("datasets.")
+    return is_hugging_face and getattr(dataset, "_distributed", dataset) is None
 
 
 class _StreamBatch(NamedTuple):
@@ -91,23 +92,21 @@ class StreamCursor(Cursor):
         if not restored:
             self.begin_epoch(self.epoch)
         rank, world_size = self._split.rank_and_world_size()
-        if world_size > 1 and _is_unsplit(self._dataset):
+        if world_size > 1 and not self._warned and _is_unsplit(self._dataset):
             self._warn_unsplit(world_size)
         if isinstance(self._dataset, EpochAware):
-            self._dataset.set_epoch(
-                self.epoch
-            )  # its order, and whether it takes its state for that of this epoch
+            # its order depends on the epoch, and it may check that its state belongs to the same one
+            self._dataset.set_epoch(self.epoch)
         self._stream.rank = rank
 
     def _warn_unsplit(self, world_size: int) -> None:
-        """Says once that ranks may read the same samples; not so if each has files or a shard of its own."""
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                f"{type(self._dataset).__name__} of Hugging Face gives all of its samples to each of {world_size} "
-                "ranks, unless it was made from other files or another .shard() on each: pass "
-                "datasets.distributed.split_dataset_by_node(dataset, rank=hw.rank(), world_size=hw.world_size())"
-            )
+        """Warns that ranks may read the same samples, unless each has its own files or its own shard."""
+        self._warned = True
+        logger.warning(
+            f"{type(self._dataset).__name__} of Hugging Face gives all of its samples to each of {world_size} ranks, "
+            "unless it was made from other files or another .shard() on each: pass "
+            "datasets.distributed.split_dataset_by_node(dataset, rank=hw.rank(), world_size=hw.world_size())"
+        )
 
     def consume(self, loaded: Any) -> tuple[Any, int] | None:
         if loaded is None:
@@ -143,13 +142,10 @@ class StreamCursor(Cursor):
                 f"this is not the state of a DataLoader of an iterable dataset: {dict(state)}"
                 "; pass what its state_dict() returned"
             )
-        differences = [
-            f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
-        ]
-        if differences:
+        if differences := list_differences(state, ours):
             raise UsageError(
                 "the position of an iterable dataset is valid for the same rank, number of ranks and workers only: "
-                f"{'; '.join(differences)}. Start with the same numbers, or use a dataset with __getitem__"
+                f"{differences}. Start with the same numbers, or use a dataset with __getitem__"
             )
         self.begin_epoch(int(state["epoch"]))
         self._stream.first = int(state["next"])
@@ -164,10 +160,10 @@ class StreamCursor(Cursor):
 
 @final
 class _BatchStream(torch_data.IterableDataset[Any]):
-    """The dataset as workers see it: whole batches, each with the state after it.
+    """The dataset that torch's workers read: it yields whole batches, each with the state after it.
 
-    torch asks its workers in turn, beginning with worker 0. To continue with the worker whose turn it was, the workers
-    before it yield None once.
+    torch takes batches from its workers in turn, beginning with worker 0. To resume at another worker's turn, the
+    workers before it yield None once.
     """
 
     def __init__(

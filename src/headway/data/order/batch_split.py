@@ -1,4 +1,4 @@
-"""How a global batch is split between the ranks that share the data."""
+"""How a global batch is split between the ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import final
 
 import torch.distributed as c10d
 
-from headway.data.order.order import rank_slice, whole_number
-from headway.dist.group import is_initialized, world  # every batch asks: no lazy lookup in between
+from headway.data.order.order import whole_number
+from headway.dist.group import is_initialized, world  # called for every batch: no lazy lookup
 from headway.errors import UsageError
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """How global batches are split: by one size for all ranks together, or by one for each rank."""
+    """How global batches are split, given either the size for each rank or the size for all ranks together."""
 
     batch_size: int | None
     """samples of each rank"""
@@ -36,7 +36,7 @@ class BatchSplit:
             )
         size = self.global_batch_size if self.batch_size is None else self.batch_size
         if size is None or size < 1:
-            raise UsageError(f"a batch of {size} samples: give at least 1")
+            raise UsageError(f"a batch has {size} samples: give at least 1")
         if (self.rank is None) != (self.world_size is None):
             raise UsageError(f"rank={self.rank}, world_size={self.world_size}: give both or neither")
         if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
@@ -45,7 +45,7 @@ class BatchSplit:
             )
 
     def rank_and_world_size(self) -> tuple[int, int]:
-        """Returns rank and number of ranks, as they are now: a loader may be created before `init()`."""
+        """Returns rank and number of ranks as they are now, because a loader may be created before `init()`."""
         if self.rank is not None and self.world_size is not None:
             return self.rank, self.world_size
         if is_initialized():
@@ -77,10 +77,19 @@ class BatchSplit:
         return rank_slice(count, *self.rank_and_world_size())
 
     def node_slice(self, count: int) -> slice:
-        """Returns the slice of all ranks of this node, where their numbers are consecutive; else about that."""
+        """Returns the slice of all ranks of this node; an approximation unless these ranks are consecutive."""
         rank, world_size = self.rank_and_world_size()
         first = last = rank
         if self.rank is None and is_initialized():
             first = rank - world().local_rank
             last = min(first + world().local_world_size, world_size) - 1
         return slice(rank_slice(count, first, world_size).start, rank_slice(count, last, world_size).stop)
+
+
+def rank_slice(count: int, rank: int, world_size: int) -> slice:
+    """Returns one rank's slice of `count` elements: all ranks' slices cover them in order, as equally as possible.
+
+    >>> [rank_slice(7, rank, 3) for rank in range(3)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
+    """
+    return slice(rank * count // world_size, (rank + 1) * count // world_size)

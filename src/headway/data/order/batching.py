@@ -57,7 +57,7 @@ class EpochBatcher:
         self._orders, self._split, self._shuffle, self._tail = orders, split, shuffle, tail
         self.samples = sum(order.samples for order in orders)
         self.anchor = 0, 0
-        """an epoch and the position at which it begins: moved when datasets are added or removed"""
+        """an epoch and the position at which it begins; changes when datasets are added or removed"""
 
     def size(self) -> int:
         """Returns the samples of all ranks together in a full batch."""
@@ -68,7 +68,7 @@ class EpochBatcher:
         return self.samples if self._steps is None else self._steps * self.size()
 
     def check(self) -> None:
-        """Refuses a batch size that no batch could reach, where batches must be full."""
+        """Refuses a batch size larger than a pass, if all batches must be full."""
         if self.size() > self.pass_samples() and not (self._may_be_short() or self._tail == "pad"):
             raise UsageError(
                 f"a global batch has {self.size()} samples, but all datasets together have {self.samples}: "
@@ -80,7 +80,8 @@ class EpochBatcher:
         start = self._boundary(epoch)
         if start < 0:
             raise UsageError(
-                f"epoch {epoch} cannot be found again: datasets were added or removed in epoch {self.anchor[0]}"
+                f"epoch {epoch} cannot be restored: datasets were added or removed in epoch {self.anchor[0]}; "
+                "continue from a later epoch"
             )
         return start // self.size() * self.size() if self.carries() else start
 
@@ -102,7 +103,7 @@ class EpochBatcher:
         count, most = 1, max(1, _MAX_POSITIONS // size)
         while position < stop:
             whole = min(count, (stop - position) // size)
-            count = min(2 * count, most)  # few at first, so that the first batch is there soon
+            count = min(2 * count, most)  # few at first, so that the first batch is ready soon
             if not (whole or self._may_be_short() or self._tail == "pad"):
                 return
             samples = whole * size or stop - position
@@ -116,7 +117,7 @@ class EpochBatcher:
                 yield GlobalBatch(by_lane, real, position)
 
     def _first_positions(self, timeline: Timeline, epoch: int, count: int) -> Ints:
-        """Returns where the first samples of a pass are, again and again; without those of datasets that are gone."""
+        """Returns positions of the first samples of a pass, repeated as needed, without those of removed datasets."""
         first = max(self._boundary(epoch), timeline.first_drawable() if self._shuffle else 0)
         return first + np.arange(count) % (self._boundary(epoch + 1) - first)
 
@@ -125,7 +126,7 @@ class EpochBatcher:
         return self.anchor[1] + (epoch - self.anchor[0]) * self.pass_samples()
 
     def _may_be_short(self) -> bool:
-        """Whether the last batch holds what is left, and ranks may differ by one batch: in validation."""
+        """Whether the last batch may be short, and ranks may differ by one batch: only in validation."""
         return not self._shuffle and self._tail == "carry"
 
     def _locate(self, timeline: Timeline, positions: Ints) -> Ints:

@@ -1,7 +1,7 @@
-"""Which samples were in a batch: computed from the loader's order and the batch's span in it, without data or torch.
+"""Finds the samples of a batch from the loader's order and the batch's span in it, without data or torch.
 
-`loader.order()` describes the order in plain values, and `loader.last_span()` says where the latest batch lies in it:
-a range of positions, counted in samples of all ranks. Whoever saves the two can look the samples up at any time later.
+`loader.order()` describes the order in plain values. `loader.last_span()` is the range of positions of the latest
+batch, counted in samples of all ranks. With both saved, the samples can be looked up at any later time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.data.order.timeline import Timeline, WeightSegment, in_order
 
 @runtime_checkable
 class TraceableLoader(Protocol):
-    """A loader that knows which samples its batches hold."""
+    """A loader whose batches can be traced to their samples."""
 
     def last_span(self) -> tuple[int, int] | None: ...
 
@@ -34,10 +34,10 @@ def describe_order(
 ) -> dict[str, Any]:
     """Describes an order in plain values: samples per shard of each dataset, their shuffles and their weights.
 
-    Shuffles belong to the names in their order, sorted; in version 1, in the order of the keys.
+    The shuffles are in the order of the sorted names; in version 1, in the order of the keys.
     """
     segments = [[segment.start, dict(segment.weights)] for segment in timeline.segments] if timeline else None
-    settings = [[each.seed, each.lanes, each.window] for each in shuffles] if shuffles else None
+    settings = [[own.seed, own.lanes, own.window] for own in shuffles] if shuffles else None
     return ({"version": version} if version > 1 else {}) | {
         "datasets": {name: list(map(int, of)) for name, of in counts.items()},
         "shuffles": settings,
@@ -59,10 +59,8 @@ class SampleLookup:
         self._names = in_order(counts, version)
         self._single_shard = [len(of) for of in counts.values()] == [1]
         self._orders = [
-            Order(
-                counts[name], each and Shuffle(seed=each[0], lanes=each[1], window=each[2], version=version)
-            )
-            for name, each in zip(self._names, shuffles, strict=True)
+            Order(counts[name], own and Shuffle(seed=own[0], lanes=own[1], window=own[2], version=version))
+            for name, own in zip(self._names, shuffles, strict=True)
         ]
         segments = order["segments"]
         self._timeline = segments and Timeline(

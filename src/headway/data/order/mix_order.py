@@ -1,4 +1,4 @@
-"""The orders of all datasets of a mix, by number; and what a saved position requires of them."""
+"""The orders of all datasets of a mix, by number, and checks of a saved position against them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headway.errors import UsageError
 
 @final
 class MixOrder:
-    """The orders of the datasets of a mix. Each depends on the name of its dataset, and not on the others."""
+    """The orders of the datasets of a mix. Each depends on the name of its dataset, not on the other datasets."""
 
     def __init__(self, counts: Mapping[str, Sequence[int]], settings: Shuffle, *, shuffle: bool) -> None:
         self.version = settings.version
@@ -23,7 +23,7 @@ class MixOrder:
         self.keys = [
             _name_key(name) if self.version > 1 else number for number, name in enumerate(self.names)
         ]
-        """what stands for each dataset where random numbers are derived; in version 1, its place"""
+        """the part of each random number's key that identifies the dataset; in version 1, its position in the mix"""
         self.shuffles = [replace(settings, seed=derive_key(settings.seed, key)) for key in self.keys]
         self.orders = [
             Order(counts[name], own if shuffle else None)
@@ -41,21 +41,22 @@ def datasets_changed(
 ) -> bool:
     """Whether a mix has other datasets than when its position was saved; refuses a change that was not stated."""
     new, gone = sorted({*here} - {*saved}), sorted({*saved} - {*here})
-    words = [f"added={new}"] * (not {*new} <= {*added}) + [f"removed={gone}"] * (not {*gone} <= {*removed})
-    if words:
+    unstated = [] if {*new} <= {*added} else [f"added={new}"]
+    unstated += [] if {*gone} <= {*removed} else [f"removed={gone}"]
+    if unstated:
         raise UsageError(
             f"the position belongs to a mix of the datasets {sorted(saved)}, and this one has {sorted(here)}: if that "
-            f"is intended, say so with Mix(..., {', '.join(words)})"
+            f"is intended, use Mix(..., {', '.join(unstated)})"
         )
     return bool(new or gone)
 
 
 def check_places(saved: Iterable[str], segments: Iterable[Sequence[Any]], here: Iterable[str]) -> None:
-    """Refuses a position of version 1, in which datasets went by place, if they are not in the same places here."""
+    """Refuses a position of version 1, which depends on the order of the datasets, if that order differs here."""
     for names in (saved, *(weights for _, weights in segments)):
         if list(names) != list(here):
             raise UsageError(
-                f"the position was saved by an earlier version of headway, which went by the order of the datasets, "
+                f"the position was saved by an earlier version of headway and depends on the order of the datasets, "
                 f"{list(names)} there and {list(here)} here: give the Mix its datasets in the order of that run, or "
                 "start without this state"
             )

@@ -11,7 +11,7 @@ shuffled list, so every position can be computed alone, in any process, on any n
 
 Memory does not depend on the number of samples: one number per shard, for each of the two latest epochs.
 
-Canonical lanes are an idea of MosaicML Streaming, shuffling by an index function one of Google Grain.
+Canonical lanes come from MosaicML Streaming, shuffling by an index function from Google Grain.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headway.errors import UsageError
 _BLOCK_POSITIONS = 16384  # located at a time: intermediate arrays stay in the processor's cache
 _SHARDS, _WINDOW = 1, 2  # the purpose of a key: part of what is hashed
 ORDER_VERSION = 2
-"""Version 1 told the datasets of a mix apart by their place, rounded weights to 26 bits, and favored some orders of
+"""Version 1 identified the datasets of a mix by their position, rounded weights to 26 bits, and favored some orders of
 few elements."""
 
 
@@ -52,14 +52,14 @@ class SampleLocations(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shuffle:
-    """How samples are shuffled. Part of the order and of every checkpoint: other values are another order.
+    """How samples are shuffled. These values are part of every checkpoint: with other values, the order differs.
 
     hw.data.Shuffle(seed=0, lanes=64, window=4096)
     """
 
     seed: int
     lanes: int = 1
-    """stretches that a batch draws on; at least the nodes of the largest run, best a number with many divisors"""
+    """stretches that a batch draws on: at least the number of nodes in the largest run, ideally with many divisors"""
     window: int | None = None
     """consecutive samples of a lane that are shuffled among themselves; None: the whole lane"""
     version: int = ORDER_VERSION
@@ -70,7 +70,7 @@ class Shuffle:
             raise UsageError(f"lanes={self.lanes}, window={self.window}: both must be at least 1")
         if self.version not in (1, ORDER_VERSION):
             raise UsageError(
-                f"version {self.version} of the order of samples is not known: it was written by a newer headway"
+                f"version {self.version} of the order of samples is unknown: it was written by a newer headway"
             )
 
     @property
@@ -98,7 +98,7 @@ class Order:
         self._lines: dict[int, tuple[Ints, Ints]] = {}
 
     def max_open_shards(self) -> int:
-        """Returns in how many shards neighboring positions lie at most, if shards are about equal in size."""
+        """Returns how many shards neighboring positions can lie in, if shards are about equal in size."""
         shards = len(self._counts)
         if self._shuffle is None:
             return 1
@@ -108,16 +108,14 @@ class Order:
         return min(shards, self._shuffle.lanes * per_window)
 
     def locate(self, positions: Ints) -> SampleLocations:
-        """Locates the samples at these positions, which may lie in any epochs, in any sequence."""
+        """Locates the samples at these positions, which may lie in any epochs and come in any order."""
         if positions.size and int(positions.min()) < 0:
             raise UsageError(f"position {int(positions.min())} is before the first sample")
         starts = range(0, max(positions.size, 1), _BLOCK_POSITIONS)
         blocks = [self._locate(positions[start : start + _BLOCK_POSITIONS]) for start in starts]
-        return (
-            blocks[0]
-            if len(blocks) == 1
-            else SampleLocations(*map(np.concatenate, zip(*blocks, strict=True)))
-        )
+        if len(blocks) == 1:
+            return blocks[0]
+        return SampleLocations(*map(np.concatenate, zip(*blocks, strict=True)))
 
     def _locate(self, positions: Ints) -> SampleLocations:
         epoch, within = np.divmod(positions, self.samples)
@@ -166,32 +164,23 @@ class Order:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Returns a number of any integer type, such as numpy's, as Python's own, which goes into states and hashes."""
+    """Converts a number of any integer type, such as numpy's, to an int, as states and hashes need it."""
     try:
         return operator.index(value)
     except TypeError as error:
         raise UsageError(f"{name}={value!r}: give a whole number") from error
 
 
-# --- ranks
-
-
-def rank_slice(count: int, rank: int, world_size: int) -> slice:
-    """Returns one rank's slice of `count` elements: all ranks' slices cover them in order, as equally as possible.
-
-    >>> [rank_slice(7, rank, 3) for rank in range(3)]
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
-    """
-    return slice(rank * count // world_size, (rank + 1) * count // world_size)
-
-
 def check_same_order(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuses a saved position that belongs to another order of samples than ours."""
-    differences = [
-        f"{name} {state[name]} there, {ours[name]} here" for name in ours if state[name] != ours[name]
-    ]
-    if differences:
+    """Refuses a saved position that belongs to another order of samples."""
+    if differences := list_differences(state, ours):
         raise UsageError(
-            f"the position belongs to another order of samples: {'; '.join(differences)}. Create the loader with the "
-            "same arguments as before, or start without its state"
+            f"the position belongs to another order of samples: {differences}. Create the loader with the same "
+            "arguments as before, or start without its state"
         )
+
+
+def list_differences(state: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Returns the settings of a saved position that differ from ours, as text; an empty text if all are equal."""
+    differing = (name for name in ours if state[name] != ours[name])
+    return "; ".join(f"{name} {state[name]} there, {ours[name]} here" for name in differing)

@@ -14,9 +14,8 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ROUNDS = 10
-_MAX_RANKED = (
-    32  # elements; the grid's shifts favor some orders of few elements: of seven, half of them twofold
-)
+# elements; the grid's shifts favor some orders of few elements: with seven, half of the orders are twice as likely
+_MAX_RANKED = 32
 _MAX_BINCOUNT = 16384
 
 
@@ -51,7 +50,7 @@ def derive_keys(first: int, *parts: UInts) -> UInts:
 
 
 def hash_streams(keys: UInts, numbers: UInts) -> UInts:
-    """Returns words of the random streams that begin at the keys: the splitmix64 generator, without its state."""
+    """Returns words number `numbers` of the splitmix64 streams that begin at the keys; no generator state is needed."""
     return _mix_array(keys + (numbers + np.uint64(1)) * np.uint64(_GOLDEN))
 
 
@@ -70,8 +69,8 @@ def _mix_array(words: UInts) -> UInts:
 def permute(index: Ints, size: int | Ints, secret: int | UInts, *, uniform: bool = True) -> Ints:
     """Maps each index of range(size) to its place in the shuffled range, by a keyed bijection.
 
-    `size` and `secret` may differ from index to index. Without `uniform`, small ranges are shuffled as they were in the
-    first version of the order.
+    `size` and `secret` may differ from index to index. Without `uniform`, small ranges are shuffled as in version 1 of
+    the order.
 
     >>> sorted(permute(np.arange(5), 5, derive_key(7)).tolist())
     [0, 1, 2, 3, 4]
@@ -87,7 +86,7 @@ def permute(index: Ints, size: int | Ints, secret: int | UInts, *, uniform: bool
 
 
 def _ranked(index: Ints, sizes: UInts, secret: UInts) -> Ints:
-    """Ranks each index by its hash, which differs from that of all others: all orders are equally likely."""
+    """Ranks each index by its hash; no two hashes are equal, and all orders are equally likely."""
     start = _mix_array(secret + np.uint64(_GOLDEN))
     mine, rank = _mix_array(start ^ index.astype(np.uint64)), np.zeros_like(index)
     for other in range(int(sizes.max())):
@@ -96,7 +95,7 @@ def _ranked(index: Ints, sizes: UInts, secret: UInts) -> Ints:
 
 
 def _on_grid(index: Ints, sizes: UInts, secret: UInts) -> Ints:
-    """Shuffles by shifting the rows and columns of a grid, by amounts that are hashes of the other coordinate."""
+    """Shuffles by shifting rows and columns of a grid by hashes of the other coordinate."""
     # a grid that is barely larger than size
     rows = np.sqrt(sizes.astype(np.float64)).astype(np.uint64) + np.uint64(1)
     columns = (sizes + rows - np.uint64(1)) // rows
@@ -126,7 +125,7 @@ def as_uints(values: int | Ints | UInts) -> UInts:
 
 
 def distinct_values(values: Ints) -> list[int]:
-    """Returns the sorted distinct values. Not `np.unique`, whose first call imports longer than an image decodes.
+    """Returns the sorted distinct values. `np.unique` is not used: its first call imports modules for milliseconds.
 
     >>> distinct_values(np.array([7, 3, 7]))
     [3, 7]

@@ -5,8 +5,8 @@ split between two halves of the datasets, each part again, rounding to nearest. 
 level of that tree, whatever k is; i.i.d. draws are off by hundreds after a million. A change of weights begins a new
 segment, and the list of segments is all that must be saved. A segment may have other datasets than the one before.
 
-Datasets go by name: a segment splits them in the order of their names, whatever the order of its keys. (In version 1 of
-the order, they went by place.)
+Datasets are identified by name: a segment splits them in the order of their names, whatever the order of its keys. (In
+version 1 of the order, the order of the keys counted.)
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ _FIRST_MAX_INT64_SAMPLES = 2**36
 
 
 def apply_weights(weights: Mapping[str, float], changes: Mapping[str, float]) -> dict[str, float]:
-    """Returns the weights after a change of some of them, whose names must be known."""
-    given: object = changes  # as in dino_loader, a list in the order of the datasets
+    """Returns the weights after a change of some of them; refuses unknown names."""
+    given: object = changes  # dino_loader takes a list in the order of the datasets
     if not isinstance(given, Mapping):
         example = ", ".join(f"{name!r}: {weight:g}" for name, weight in weights.items())
-        raise UsageError(
-            f"weights go by the names of datasets, not by their order: give {{{example}}}, not {changes!r}"
-        )
+        raise UsageError(f"weights need the names of their datasets: give {{{example}}}, not {changes!r}")
     check_names(changes, weights)
     new = {**weights, **{name: float(weight) for name, weight in changes.items()}}
     to_whole_numbers(new)
@@ -66,7 +64,7 @@ Split = Callable[[Ints, int, int], Ints]
 
 
 def split_exactly(k: Ints, left: int, total: int) -> Ints:
-    """Returns k * left / total, rounded; the ratio is exact to 62 bits. All machines count alike."""
+    """Returns k * left / total, rounded; the ratio is exact to 62 bits. The result is the same on all machines."""
     share = (2 * (left << 2 * _HALF_BITS) + total) // (2 * total)
     high, low = np.uint64(share >> _HALF_BITS), np.uint64(share & _HALF_MASK)
     k_high, k_low = (k >> _HALF_BITS).astype(np.uint64), (k & _HALF_MASK).astype(np.uint64)
@@ -106,7 +104,7 @@ class _Split(NamedTuple):
     """How a segment splits samples between its datasets."""
 
     numbers: Ints
-    """of its datasets, in the order of its tree"""
+    """the numbers of its datasets, in the order of the tree"""
     weights: list[int]
     before: Ints
     """samples of every dataset before the segment"""
@@ -116,8 +114,8 @@ class _Split(NamedTuple):
 class Timeline:
     """The stream of a mix: which dataset a position belongs to, and how many samples of that dataset precede it.
 
-    `names` are the datasets by number; by default, those of the last segment. Earlier segments may have others, which
-    were removed since: they are counted, but their samples cannot be drawn.
+    `names` are the datasets by number; by default, those of the last segment. Earlier segments may have datasets that
+    were removed later: they are counted, but their samples cannot be drawn.
     """
 
     def __init__(
@@ -156,7 +154,7 @@ class Timeline:
         return counts
 
     def with_weights(self, position: int, weights: Mapping[str, float]) -> Timeline:
-        """Returns the timeline with other weights from a position on, until the next change that is scheduled."""
+        """Returns the timeline with other weights from a position on, until the next scheduled change."""
         changed = WeightSegment(position, apply_weights(self.weights_at(position), weights))
         after = [segment for segment in self.segments if segment.start > position]
         return self.until(position, [changed, *after], self.names)
@@ -171,12 +169,12 @@ class Timeline:
         return next(segment.weights for segment in reversed(self.segments) if segment.start <= position)
 
     def first_drawable(self) -> int:
-        """Returns the position from which on no sample is of a dataset that was removed since."""
+        """Returns the position after which no sample belongs to a removed dataset."""
         gone = [segment.start for segment in self.segments if not segment.weights.keys() <= {*self.names}]
         return next((segment.start for segment in self.segments if not gone or segment.start > gone[-1]), 0)
 
     def counts_at(self, position: int) -> dict[str, int]:
-        """Returns the samples of each dataset before a position, also of those that were removed."""
+        """Returns the samples of each dataset before a position, including removed datasets."""
         number = self._segment_of(np.array([position]))[0]
         counts = self._counts(self._splits[number], position - self.segments[number].start)
         return dict(zip(self._known, counts.tolist(), strict=True))
@@ -206,7 +204,7 @@ class Timeline:
         if dataset.size and int(dataset.max()) >= len(self.names):
             raise UsageError(
                 f"position {int(positions[np.argmax(dataset)])} has a sample of "
-                f"{self._known[int(dataset.max())]!r}, which was removed from the mix since"
+                f"{self._known[int(dataset.max())]!r}, which was removed from the mix"
             )
         return dataset, cursor
 

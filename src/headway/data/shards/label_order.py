@@ -1,13 +1,11 @@
-"""Whether neighbors in shards have the same label more often than chance: then batches hold too few classes.
+"""`LabelOrder`: whether neighbors in shards have the same label more often than by chance.
 
 Samples are shuffled within a window of each lane, not over the whole dataset, so shards must be written in random
-order. Those of class directories packed one after the other are not: a batch of 256 had 98 classes of 1,000 where 228
-are expected.
+order. With one class directory packed after the other, a batch of 256 had 98 of 1,000 classes, where 228 are expected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import final
 
 import numpy as np
@@ -15,8 +13,8 @@ import numpy as np
 LABEL = "cls"
 _MIN_LABELS = 64
 _PERMUTATIONS = 20
-_DEVIATIONS = 8.0  # from the mean over permutations: never by chance
-_EXCESS = 0.1  # of the way from independent neighbors to equal ones: less does no harm
+_DEVIATIONS = 8.0  # standard deviations from the mean over permutations: never by chance
+_EXCESS = 0.1  # share of the way from independent neighbors to equal ones: less does no harm
 
 
 @final
@@ -29,12 +27,12 @@ class LabelOrder:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def add(self, rows: Iterable[tuple[int, int, int]]) -> None:
-        """Adds shards, numbers of samples within them, and labels; in any sequence, and each sample once."""
-        self._labels |= {(shard, sample): label for shard, sample, label in rows}
+    def add(self, shard: int, sample: int, label: int) -> None:
+        """Adds a label, given the number of its shard and of the sample within; in any order, each sample once."""
+        self._labels[shard, sample] = label
 
     def dependence(self) -> str:
-        """Says how often neighbors have the same label, if that is not chance; else an empty text."""
+        """Describes how often neighbors have the same label, if that is not chance; else returns an empty text."""
         if len(self) < _MIN_LABELS:
             return ""
         shard, sample, label = np.array([(*at, label) for at, label in self._labels.items()], np.int64).T

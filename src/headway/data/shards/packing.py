@@ -162,10 +162,10 @@ def _some(samples: Iterable[Mapping[str, Any]], source: str | Path) -> Iterator[
 
 
 def _watched(samples: Iterable[Mapping[str, Any]], labels: LabelOrder) -> Iterator[Mapping[str, Any]]:
-    """Passes samples on, and notes their labels; as if in one shard, in whose order they are stored."""
+    """Yields the samples, and adds their labels to `labels` as if all were stored in one shard."""
     for number, sample in enumerate(samples):
         if number < _MAX_LABELS and isinstance(sample.get(LABEL), Integral):
-            labels.add([(0, number, int(sample[LABEL]))])
+            labels.add(0, number, int(sample[LABEL]))
         yield sample
 
 

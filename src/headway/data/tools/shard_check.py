@@ -36,16 +36,17 @@ def check_shard(
 
 
 def check_label_order(paths: Sequence[Path]) -> str:
-    """Says how often neighbors in the shards of a dataset have the same label, if that is not chance."""
+    """Describes how often neighbors in the shards of a dataset have the same label, if that is not chance."""
     order = LabelOrder()
     chosen = paths[:: -(-len(paths) // _LABELED_SHARDS)] if paths else []
     for number, path in enumerate(chosen):
-        order.add((number, sample, label) for sample, label in _labels(path))
+        for sample, label in _labels(path):
+            order.add(number, sample, label)
     return order.dependence()
 
 
 def _labels(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields the first labels of a shard; what is wrong with it is the business of `check_shard`."""
+    """Yields the first labels of a shard; `check_shard` reports what is wrong with it."""
     with suppress(HeadwayError, ValueError):
         entries, file = walk(path), open_file(path)
         for number in range(min(len(entries), _LABELS_PER_SHARD)):
@@ -55,7 +56,7 @@ def _labels(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _until_unreadable(problems: Iterator[str]) -> Iterator[str]:
-    """Yields problems; a file that cannot be read, by its permissions or for its disk, is the last one."""
+    """Yields problems; ends with the error of a file that cannot be read."""
     try:
         yield from problems
     except StorageError as error:
