@@ -29,15 +29,14 @@ from headway.data import pack
 from headway.data.cache import node_cache
 from headway.dist.failure import heartbeat
 from headway.errors import RankFailure
-from headway.launcher import epilogue, step
-from headway.launcher.agent import environment, team as teams
+from headway.launcher import step
+from headway.launcher.agent import environment, step_outcome, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
 from headway.launcher.agent.launch_records import LaunchRecords, Outcome
+from headway.launcher.agent.step_outcome import StepEnd, read_outcome
 from headway.launcher.agent.team import Team
 from headway.launcher.agent.team_watch import TeamWatch
-from headway.launcher.epilogue import read_outcome
-from headway.launcher.step import StepEnd
 from headway.system import ownership
 
 AGENT = [sys.executable, "-m", "headway", "agent"]
@@ -97,7 +96,7 @@ def test_who_says_first_how_it_ended_decides(tmp_path: Path) -> None:
 
 
 def test_the_script_reads_the_last_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epilogue, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(step_outcome, "_SETTLE_S", 0.0)
     launch = tmp_path / "5-0"
     records = LaunchRecords(launch, size=2)
 
@@ -166,7 +165,7 @@ def test_a_launch_directory_that_cannot_be_read_for_a_moment_ends_nothing(
     stale.failures = 8
     assert read_outcome(records, StepEnd(status=75))["exit_code"] == 75
     assert stale.failures == 0 and agents[1].outcome() == {"exit_code": 75, "record": None}
-    monkeypatch.setattr(epilogue, "_TROUBLE_S", 0.0)
+    monkeypatch.setattr(step_outcome, "_UNREADABLE_S", 0.0)
     stale.failures = 1000
     error = read_outcome(records, StepEnd(status=1))["record"]["error"]
     assert error.endswith(f"({launch} cannot be read: [Errno 116] Stale file handle: '{launch}')"), error

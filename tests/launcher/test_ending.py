@@ -17,12 +17,14 @@ import pytest
 from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import HeadwayError
 from headway.launcher import epilogue
+from headway.launcher.agent import step_outcome
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.launch_records import LaunchRecords
 from headway.launcher.agent.outcome import first_failure, record_failure, summary
+from headway.launcher.agent.step_outcome import StepEnd
 from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile, Program
-from headway.launcher.step import Step, StepEnd
+from headway.launcher.step import Step
 from headway.launcher.targets import Slurm
 from headway.run import Run
 from headway.run.status import status
@@ -305,7 +307,7 @@ def test_a_job_whose_agents_recorded_nothing_ends_with_the_cause(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(epilogue, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(step_outcome, "_SETTLE_S", 0.0)
     monkeypatch.setattr(epilogue.Step, "wait", lambda *_, **__: end)
     record = vanished(run) if known else None
     met(run, codes=codes, record=record)
@@ -323,7 +325,7 @@ def test_a_job_whose_agents_recorded_nothing_ends_with_the_cause(
 def test_an_agent_that_was_ended_for_the_failure_of_a_rank_does_not_hide_it(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(epilogue, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(step_outcome, "_SETTLE_S", 0.0)
     monkeypatch.setattr(epilogue.Step, "wait", lambda *_, **__: StepEnd(status=137))
     met(run, codes=(143, None), record=vanished(run) | {"kind": "exception", "traceback": "ValueError: 7"})
     assert epilogue.main(str(run.path), "--step", "1") == 1
@@ -523,7 +525,7 @@ def test_in_doubt_the_clock_says_whether_the_time_is_over(
     monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
     assert ended(run, 75, Slurm(), step=("--step", "1")) == (75 if requeued else 143)
     assert (("scontrol", "requeue", "7") in [command[:3] for command in asked]) == requeued
-    refusal = "not queued again: SLURM does not say why it ends this job, and its time limit is not reached; "
+    refusal = "not queued again: SLURM does not report why it ends this job, and its time limit is not reached; "
     assert (f"{refusal}to resume: sbatch {run.job_script}" in capsys.readouterr().err) != requeued
 
 

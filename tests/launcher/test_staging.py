@@ -24,9 +24,10 @@ from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import UsageError
 from headway.launcher import epilogue, prologue
 from headway.launcher.agent.launch_records import LaunchRecords
+from headway.launcher.agent.step_outcome import StepEnd
 from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile, Program
-from headway.launcher.step import Step, StepEnd
+from headway.launcher.step import Step
 from headway.launcher.targets import Slurm
 from headway.run import Run
 from headway.run.status import status
@@ -205,7 +206,7 @@ def test_a_node_whose_copy_fails_is_not_lost_however_long_srun_takes(prologues: 
     failed.conclude({"exit_code": 1, "record": {"kind": "staging", "sentence": "no space left on n1"}})
     failed.mark_ended(1)
     for lost in ((0,), (0, 1)):  # srun has killed the other one, which then is silent
-        outcome = epilogue.read_outcome(records, StepEnd(status=1, lost=lost), staging=True)
+        outcome = epilogue.read_outcome(records, StepEnd(status=1, lost=lost), is_prologue=True)
         assert outcome["record"]["sentence"] == "no space left on n1"
     for number, code in enumerate((0, 1)):
         prologues.nodes[number].show_life({"host": f"n{number}", "exit_code": code})

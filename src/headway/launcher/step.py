@@ -1,8 +1,8 @@
 """The step of a job that runs its agents, as the job script sees it: srun, a process that should end with them.
 
-It may outlive them. srun waits for ever for a task whose slurmstepd was killed, and for a node that crashed and is back
-before SLURM misses it; the job would keep its nodes until its time limit. What counts is the agents' own records: once
-they say that the launch is over, the step has some time to end, and is then ended.
+It may outlive them. srun waits forever for a task whose slurmstepd was killed, and for a node that crashed and rebooted
+before SLURM noticed; the job would keep its nodes until its time limit. So the agents' own records count: once they
+show that the launch is over, the step has some time to end, and is then ended.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from headway.errors import TERMINATED, Stopped
 from headway.launcher.agent.launch_records import LaunchRecords, Outcome
 from headway.launcher.agent.standstill import Standstill
+from headway.launcher.agent.step_outcome import StepEnd
 from headway.launcher.agent.team_watch import SILENT_S
 
 _POLL_S = 0.1
@@ -33,27 +33,13 @@ _STOPPING_S = 180.0
 _SRUN_S = 60.0
 """how long srun has to end; it gives its tasks KillWait, 30 s by default"""
 _FIRST_S = 300.0
-"""how long a node may take from the start of the step to its first sign of life: Python comes from a busy disk"""
+"""how long a node may take from the start of the step to its first record: Python is loaded from a busy disk"""
 _STOPS = (Stopped.exit_code, TERMINATED)
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class StepEnd:
-    """How the step ended: its exit status, and the agents that left no record and for which it still waited.
-
-    A step that still runs has no status: the job's own end came first.
-    """
-
-    status: int | None
-    lost: tuple[int, ...] = ()
-    killed_by: int | None = None
-    """the signal that ended the step's own process, which did not end it itself"""
-
-
-@final
 class Step:
-    """The process of the step, a child of this one, and the records that its agents leave in a directory.
+    """The process of the step, a child of this one, and the records that its agents write.
 
     >>> Step(pid, records, spare_s=60.0).wait()
     StepEnd(status=0, lost=())
@@ -77,9 +63,9 @@ class Step:
         self._killed_by: int | None = None
 
     def wait(self, until: Callable[[], object] = lambda: False) -> StepEnd:
-        """Waits for the end of the step, which is ended if it outlives its agents; at most until `until` holds.
+        """Waits until the step ends or `until` holds; ends a step that outlives its agents.
 
-        Once all agents have ended and the job was stopped, it waits no more: the time of the job may be nearly over.
+        After a stop it returns as soon as all agents have ended: the time of the job may be nearly over.
         """
         next_look = 0.0
         while (status := self._poll()) is None and not until():
@@ -94,9 +80,9 @@ class Step:
         return StepEnd(status=status, killed_by=self._killed_by)
 
     def wait_prepared(self, until: Callable[[], object] = lambda: False) -> StepEnd:
-        """Waits for the end of a step that prepares the nodes, by one process on each; at most until `until` holds.
+        """Waits until the step that prepares the nodes, with one process on each, ends or `until` holds.
 
-        It is ended if a node is silent, and so lost, or if it outlives its processes: srun waits for ever for both.
+        Ends the step if a node is silent, and so lost, or if it outlives its processes: srun waits forever for both.
         """
         heard: dict[int, tuple[object, float]] = {}
         standstill, next_look = Standstill(longest_s=self._silent_s / 2), 0.0
@@ -119,7 +105,7 @@ class Step:
         return StepEnd(status=status, killed_by=self._killed_by)
 
     def _outlives(self, outcome: Outcome | None, missing: tuple[int, ...], now: float) -> bool:
-        """Whether the agents' records say for some time that the launch is over."""
+        """Whether the agents' records have shown for too long that the launch is over."""
         if outcome is None and missing:
             self._since = None
             return False
@@ -132,7 +118,7 @@ class Step:
         return now - self._since[1] > patience_s
 
     def _end(self, until: Callable[[], object]) -> int | None:
-        """Ends the step: by SIGTERM, which srun passes on as SIGKILL, then without it."""
+        """Ends the step by SIGTERM, which srun forwards to its tasks as SIGKILL, and then srun itself by SIGKILL."""
         for number, patience_s in ((signal.SIGTERM, _SRUN_S), (signal.SIGKILL, _SRUN_S)):
             with suppress(ProcessLookupError):
                 os.kill(self._pid, number)
@@ -144,11 +130,11 @@ class Step:
         return 128 + signal.SIGKILL
 
     def _poll(self) -> int | None:
-        """The exit status as a shell has it; None while the step runs."""
+        """Returns the exit status in the shell's convention; None while the step runs."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         if not pid:
             return None
         code = os.waitstatus_to_exitcode(status)
-        if code < 0:  # the process itself; a task that is killed gives an exit code
+        if code < 0:  # srun itself was killed; a task that is killed gives srun an exit code
             self._killed_by = -code
         return code if code >= 0 else 128 - code

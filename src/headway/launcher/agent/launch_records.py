@@ -1,16 +1,16 @@
-"""What the agents of one launch leave in its directory: the names of the files, and how others read them.
+"""The files that the agents of one launch write to its directory: their names, and how the job's script reads them.
 
 Each file has one writer, and each decision is published once:
 
     prologue-00001.json      before the agents start: the node is being prepared; rewritten every few seconds
-    agent-00001.json         host, number of ranks, of agent 0 where it listens; rewritten by a launch of the same name
-    roster.json              agent 0 has seen them all
+    agent-00001.json         host, number of ranks, and agent 0's address; rewritten by a launch of the same name
+    roster.json              from agent 0: all agents
     round-0/                 the ranks meet here (rendezvous.json); another round for each local restart
         failure.json         the first cause, from the ranks for their agents
         outcome.json         the first failure, or stop; the first agent to write it decides
         ended-00001.json     the ranks of this agent have ended
-        reported.json        how the round ended is printed: agents may leave
-        restart.json         agent 0: whether there is another round
+        reported.json        the outcome is printed: agents may exit
+        restart.json         from agent 0: whether there is another round
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
 
@@ -46,7 +47,7 @@ def ended_name(number: int) -> str:
 
 @final
 class LaunchRecords:
-    """What the agents of a launch have left in their directory, as others read it: the script of their job.
+    """The records of a launch, as the script of its job reads them.
 
     >>> LaunchRecords(Path("/tmp/x"), size=2).missing()
     (0, 1)
@@ -56,7 +57,7 @@ class LaunchRecords:
         self.directory, self.size = directory, size
         self._last_round = directory / "round-0"
         self.trouble: OSError | None = None
-        """why the last look at the directory failed: what is there is not known for now"""
+        """why the directory could not be listed the last time, so that some records may not have been seen"""
 
     @property
     def last_round(self) -> Path:
@@ -70,7 +71,7 @@ class LaunchRecords:
         return read_json(self.last_round / OUTCOME)
 
     def _names(self, directory: Path) -> list[str]:
-        """What is in a directory, as far as that is known."""
+        """Lists a directory; empty, with `trouble` set, if it cannot be listed."""
         self.trouble = None
         try:
             return [path.name for path in directory.iterdir()]
@@ -87,11 +88,11 @@ class LaunchRecords:
         return {number: facts["exit_code"] for number, facts in found.items() if facts}
 
     def failure(self) -> FailureRecord | None:
-        """What the ranks of the last round have agreed on as the first cause of their end."""
+        """The first cause that the ranks of the last round recorded."""
         return read_json(self.last_round / FAILURE)
 
     def preparations(self) -> dict[int, dict[str, Any]]:
-        """What the nodes have last written while they are prepared for the ranks, by number."""
+        """The last record of each node that is being prepared for the ranks, by number."""
         found = {number: read_json(self.directory / preparation_name(number)) for number in range(self.size)}
         return {number: facts for number, facts in found.items() if facts}
 
@@ -114,12 +115,16 @@ class LaunchRecords:
         return tuple(number for number in range(self.size) if ended_name(number) not in ended)
 
     def host(self, number: int) -> str:
-        """The node of an agent, as the agent itself calls it; an only agent is on the node of the job's script."""
+        """The host name that an agent recorded; a single agent is on the node of the job's script."""
         facts = read_json(self.directory / agent_name(number)) or self.preparations().get(number, {})
         return str(facts.get("host", socket.gethostname() if self.size == 1 else f"node {number}"))
 
+    def hosts(self, numbers: Iterable[int]) -> str:
+        """The host names of some agents, for messages."""
+        return ", ".join(map(self.host, numbers))
+
     def agent_of(self, rank: int) -> int | None:
-        """The agent that started a rank; None if the agents had not met."""
+        """The agent that started a rank; None if there is no roster."""
         members = (read_json(self.directory / ROSTER) or {}).get("members", [])
         first = [place_agent(members, number).first_rank for number in range(len(members))]
         return max((number for number, begin in enumerate(first) if begin <= rank), default=None)
