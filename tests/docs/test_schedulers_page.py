@@ -16,7 +16,7 @@ from headway.launcher.targets import ClusterTarget
 from headway.schedulers.base import Scheduler
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs" / "launch.md").read_text().partition("### Other schedulers")[2].partition("\n## ")[0]
+SECTION = (ROOT / "docs" / "launch.md").read_text().partition("## Other schedulers")[2].partition("\n## ")[0]
 sys.path.insert(0, str(ROOT / "tests" / "schedulers"))
 
 from process_scheduler import ProcessScheduler  # noqa: E402
