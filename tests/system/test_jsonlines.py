@@ -183,3 +183,27 @@ def test_the_last_time_before_a_time_is_that_of_a_search_through_all_rows(
             expected = max((each for each in times if each < before), default=None)
             assert jsonlines.last_time(file, before=before) == expected, (count, before)
     assert jsonlines.last_time(file.with_name("none"), before=math.inf) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "number", "time", "count"),
+    [
+        (0, True, True, True),
+        (7, True, True, True),
+        (7.5, True, True, False),
+        (-1, True, False, False),
+        (10**10, True, False, True),
+        (10**16, False, False, False),
+        (-1e16, False, False, False),
+        (math.inf, False, False, False),
+        (math.nan, False, False, False),
+        (True, False, False, False),
+        ("7", False, False, False),
+        (None, False, False, False),
+    ],
+)
+def test_values_of_a_file_are_numbers_times_or_counts(
+    value: object, *, number: bool, time: bool, count: bool
+) -> None:
+    found = jsonlines.is_number(value), jsonlines.is_time(value), jsonlines.is_count(value)
+    assert found == (number, time, count)
