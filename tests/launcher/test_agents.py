@@ -161,7 +161,7 @@ def test_a_launch_directory_that_cannot_be_read_for_a_moment_ends_nothing(
     assert agents[1].loss() is None, "it may have ended"
     assert records.outcome() is None and records.missing() == (0, 1) and records.last_round.name == "round-3"
     with pytest.raises(RankFailure, match=r"waiting for roster\.json in \S+ \(Stale file handle\); check"):
-        agents[1]._wait(launch / "roster.json", time.monotonic())
+        agents[1]._expect(launch / "roster.json", time.monotonic())
     stale.failures = 8
     assert read_outcome(records, StepEnd(status=75))["exit_code"] == 75
     assert stale.failures == 0 and agents[1].outcome() == {"exit_code": 75, "record": None}
@@ -223,7 +223,7 @@ def test_agents_of_a_suspended_job_do_not_miss_each_other(monkeypatch: pytest.Mo
     try:
         for agent in agents:
             agent.start(address)
-        wait_until(lambda: all(agent._heard for agent in agents), "they have heard each other")
+        wait_until(lambda: all(agent._last_message for agent in agents), "they have heard each other")
         assert [agent.silent() for agent in agents] == [[], []]
         for agent in agents:
             agent.close()  # no beat comes any more
@@ -255,7 +255,7 @@ def test_idle_connections_of_others_take_no_files_from_an_agent() -> None:
         for _ in range(300):
             stack.enter_context(socket.create_connection((address.hosts[-1], address.port), timeout=20))
         agents[1].start(address)
-        wait_until(lambda: all(agent._heard for agent in agents), "they have heard each other")
+        wait_until(lambda: all(agent._last_message for agent in agents), "they have heard each other")
         wait_until(
             lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 300 + 128 + 8,
             "the oldest are closed",

@@ -348,7 +348,7 @@ def test_a_status_is_that_of_the_agents_unless_the_nodes_are_not_prepared(
     """As a scheduler gives it whose script waits for the agents itself."""
     JobFile(program=Program(command=["train"]), target=target).write(run)
     if prepared:
-        Team(run.launch_dir / "7-0", number=0, size=1).show_life({"host": "n1", "exit_code": 0})
+        Team(run.launch_dir / "7-0", number=0, size=1).record_preparation({"host": "n1", "exit_code": 0})
     assert epilogue.main(str(run.path), "9") == 1
     assert said in capsys.readouterr().err
 

@@ -143,7 +143,7 @@ class Prologues:
             nonlocal next_s
             if self.clock.now_s >= next_s:
                 next_s = self.clock.now_s + 5
-                self.nodes[number].show_life({"host": f"n{number}", "count": next(count)})
+                self.nodes[number].record_preparation({"host": f"n{number}", "count": next(count)})
             return self.clock.now_s - begin_s > for_s
 
         return beat
@@ -166,7 +166,7 @@ def test_a_node_that_is_lost_while_data_is_copied_ends_the_step(
     prologues: Prologues, was_there: bool, patience_s: float
 ) -> None:
     if was_there:
-        prologues.nodes[1].show_life({"host": "n1", "count": 0})
+        prologues.nodes[1].record_preparation({"host": "n1", "count": 0})
     begin_s, signalled_s = prologues.clock.now_s, []
     beat = prologues.beating(0)
 
@@ -182,7 +182,7 @@ def test_a_node_that_is_lost_while_data_is_copied_ends_the_step(
 
 
 def test_nodes_that_are_slow_or_done_are_not_lost(prologues: Prologues) -> None:
-    prologues.nodes[1].show_life({"host": "n1", "exit_code": 0})
+    prologues.nodes[1].record_preparation({"host": "n1", "exit_code": 0})
     beat = prologues.beating(0, for_s=1400)
     suspended = iter([1000])
 
@@ -194,14 +194,14 @@ def test_nodes_that_are_slow_or_done_are_not_lost(prologues: Prologues) -> None:
 
     assert prologues.step.wait_prepared(until=for_a_while) == StepEnd(status=None)
     assert next(suspended, None) is None
-    prologues.nodes[0].show_life({"host": "n0", "exit_code": 0})
+    prologues.nodes[0].record_preparation({"host": "n0", "exit_code": 0})
     assert prologues.step.wait_prepared() == StepEnd(status=0), "srun outlives them, and is ended"
 
 
 def test_a_node_whose_copy_fails_is_not_lost_however_long_srun_takes(prologues: Prologues) -> None:
     records = LaunchRecords(prologues.nodes[0].directory, size=2)
     failed = prologues.nodes[1]
-    failed.show_life({"host": "n1", "count": 0})
+    failed.record_preparation({"host": "n1", "count": 0})
     failed.begin_round(0)
     failed.conclude({"exit_code": 1, "record": {"kind": "staging", "sentence": "no space left on n1"}})
     failed.mark_ended(1)
@@ -209,7 +209,7 @@ def test_a_node_whose_copy_fails_is_not_lost_however_long_srun_takes(prologues: 
         outcome = epilogue.read_outcome(records, StepEnd(status=1, lost=lost), is_prologue=True)
         assert outcome["record"]["sentence"] == "no space left on n1"
     for number, code in enumerate((0, 1)):
-        prologues.nodes[number].show_life({"host": f"n{number}", "exit_code": code})
+        prologues.nodes[number].record_preparation({"host": f"n{number}", "exit_code": code})
     assert prologues.step.wait_prepared() == StepEnd(status=1), "no agents are to follow"
 
 
@@ -241,7 +241,7 @@ def test_a_job_whose_node_is_lost_while_data_is_copied_is_queued_again(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     requeued: list[str] = []
     monkeypatch.setattr(SlurmScheduler, "requeue", lambda _, ids: requeued.append(ids.number))
-    Team(run.launch_dir / "7-0", number=1, size=2).show_life({"host": "n1", "count": 3})
+    Team(run.launch_dir / "7-0", number=1, size=2).record_preparation({"host": "n1", "count": 3})
     monkeypatch.setattr(epilogue.Step, "wait_prepared", lambda *_, **__: StepEnd(status=143, lost=(1,)))
     assert epilogue.main(str(run.path), "--prologue", "1", "true") == 1
     assert requeued == ["7"]

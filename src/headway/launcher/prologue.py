@@ -1,7 +1,7 @@
-"""What a job does before its ranks start: examine its nodes, and copy data to each node's own disk.
+"""The first command of a job, on each node: examines the nodes, and copies data to each node's own disk.
 
-The job script calls it, once on each node. How it ended is left where the agents would leave it, so that the epilogue
-reports why the ranks never started, and queues a job again that was only stopped: what is copied is kept.
+It records its end as an agent does, so that the epilogue reports why the ranks never started. A job that was only
+stopped is queued again, and keeps the data that was copied.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headway.launcher.enqueue import note_job
 from headway.launcher.program import JobFile
 from headway.run import Run
 from headway.run.info import read_json
+from headway.schedulers.base import AllocatedNode
 from headway.system.environment import STAGED
 from headway.system.log import install_handler, logger
 
@@ -44,22 +45,22 @@ def main(path: str) -> int:
         team, node = team_of(run, job, os.environ)
         if node.index == 0:
             note_job(run, job.ids(os.environ))
-        with _showing_life(team, node.host):
+        with _recording_preparation(team, node.host):
             if job.target.doctor:
-                _examine(run, job)
+                _examine(run, job, node)
             if job.target.pre:
                 stage(job.target.pre, job.staged_environment()[STAGED])
-        team.show_life({"host": node.host, "exit_code": DONE})
+        team.record_preparation({"host": node.host, "exit_code": DONE})
         return DONE
     except SystemExit:
         if team is not None:
             _leave(team, TERMINATED)
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the job must say it
+    except Exception as error:  # noqa: BLE001 - the job must report any error
         code = error.exit_code if isinstance(error, HeadwayError) else 1
         if not isinstance(error, HeadwayError):
             traceback.print_exc()
-        if team is None:  # the exit status of the step says the rest
+        if team is None:  # the exit status of the step is all that the epilogue gets
             logger.error(error)
             return code
         why = f"{socket.gethostname()} could not be prepared for the ranks: {type(error).__name__}: {error}"
@@ -74,23 +75,23 @@ def main(path: str) -> int:
 
 
 def _leave(team: Team, code: int) -> None:
-    """Records that this node was not prepared; a node that fell silent instead would count as lost."""
+    """Records that this node was not prepared; a silent node would count as lost."""
     team.mark_ended(code)
-    team.show_life({"host": socket.gethostname(), "exit_code": code})
+    team.record_preparation({"host": socket.gethostname(), "exit_code": code})
 
 
 @contextmanager
-def _showing_life(team: Team, host: str) -> Iterator[None]:
-    """Shows the job's script that this node is there, which may take hours: a node that is lost says nothing."""
+def _recording_preparation(team: Team, host: str) -> Iterator[None]:
+    """Shows the job's script, from a thread, that this node is alive: preparing it may take hours."""
     over = threading.Event()
 
-    def beat() -> None:
+    def record() -> None:
         for count in itertools.count():
-            team.show_life({"host": host, "count": count})
+            team.record_preparation({"host": host, "count": count})
             if over.wait(BEAT_S):
                 return
 
-    thread = threading.Thread(target=beat, name="headway prologue", daemon=True)
+    thread = threading.Thread(target=record, name="headway prologue", daemon=True)
     thread.start()
     try:
         yield
@@ -100,15 +101,14 @@ def _showing_life(team: Team, host: str) -> Iterator[None]:
 
 
 def examination_command(run: Run, data: Sequence[str] = ()) -> list[str]:
-    """The command of the ranks that examine the nodes of a job before, or instead of, its own."""
+    """Returns the command of the ranks that examine the nodes of a job before, or instead of, its own ranks."""
     module = [sys.executable, "-P", "-m", "headway.doctor.examination"]
     return [*module, str(run.doctor_file), *data]
 
 
-def _examine(run: Run, job: JobFile) -> None:
+def _examine(run: Run, job: JobFile, node: AllocatedNode) -> None:
     """Starts ranks on all nodes that examine them; raises `UnfitNodes` if they would break the run."""
     check_nproc(job.program.nproc, "--ntasks-per-node")
-    _, node = team_of(run, job, os.environ)
     directory = job.launch_directory(run, os.environ) / "doctor"
     code = Agent(
         examination_command(run, job.target.pre),
@@ -123,16 +123,16 @@ def _examine(run: Run, job: JobFile) -> None:
     if code == TERMINATED:
         raise SystemExit(TERMINATED)
     if code:
-        found = read_json(run.doctor_file) or {}
-        names = [check["name"] for check in found.get("checks", ()) if check["verdict"] == "bad"]
+        report = read_json(run.doctor_file) or {}
+        names = [check["name"] for check in report.get("checks", ()) if check["verdict"] == "bad"]
         what = f"these checks: {', '.join(names)}" if names else "the examination itself"
         raise UnfitNodes(f"the script was not started: the nodes fail {what}; the lines above say how")
 
 
 def _stop(number: int, _: FrameType | None) -> None:
     """Ends the preparation at once, and only once: SLURM and srun may both send the signal."""
-    for each in (*STOP_REQUESTS, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for repeated in (*STOP_REQUESTS, signal.SIGTERM):
+        signal.signal(repeated, signal.SIG_IGN)
     if number == signal.SIGTERM:
         raise SystemExit(TERMINATED)
     raise Stopped(

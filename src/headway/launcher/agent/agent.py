@@ -2,8 +2,8 @@
 
 It is a plain process without torch, so it starts at once, and what ends a rank does not end it. Ranks that use headway
 end each other within moments when one fails (see `headway.dist.control.hub`); the agent ends those that cannot, returns
-the exit code, and reports how the launch ended. On several nodes the agents know of each other (`team`), and the first
-to fail decides.
+the exit code, and reports how the launch ended. The agents of several nodes share their outcomes (`team`), and the
+first to fail decides.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from headway.system.log import logger, print_last
 
 _POLL_S = 0.02
 _TEAM_POLL_S = 0.5
-"""seconds between two looks at the records of the other agents"""
+"""seconds between two reads of the other agents' records"""
 _GRACE_S = 2.0
 """seconds between a rank's failure, SIGTERM to the rest, and SIGKILL"""
 _STOP_GRACE_S = 60.0
-"""the same when a rank has stopped with a checkpoint: the others may still be writing theirs"""
+"""the same after a rank has stopped with a checkpoint: the others may still be writing theirs"""
 _STARTUP_S = 60.0
-"""seconds for which a rank may not have its signal handlers yet, so that a stop request is repeated"""
+"""seconds that a rank may take to install its signal handlers; until then a stop request is repeated"""
 _REPEAT_S = 5.0
 _UNKILLABLE_S = 60.0
 """how long a killed rank may take to end, say to free the memory of its GPU; after that it is stuck in the kernel"""
@@ -64,10 +64,10 @@ _RANK_MEMORY_BYTES = 250 << 20
 class Agent:
     """Runs a command as `nproc` ranks on this node; `run` returns the exit code of the whole launch.
 
-    `team` are the agents of the other nodes. `report` says whether this agent prints how the launch ended, or whoever
-    started all agents does. A crash is followed by another round, up to `max_restarts` times, if there is a newer
+    `team` connects it with the agents of the other nodes. With `report=False`, the process that started all agents
+    prints how the launch ended. A crash is followed by another round, up to `max_restarts` times, if there is a newer
     checkpoint than when the round began. `prepare` is called first, and returns further variables. `grace_s` and
-    `stop_grace_s` are the times that ranks have to end by themselves after one has failed or stopped; the other agents'
+    `stop_grace_s` are how long ranks have to end by themselves after one has failed or stopped; the other agents'
     records are read every `team_poll_s`, and a stop request is repeated to starting ranks every `repeat_s`.
 
     >>> Agent([sys.executable, "train.py"], nproc=4).run()
@@ -108,13 +108,13 @@ class Agent:
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
         self._signals: list[int] = []
-        self._terminated = ""  # when the first SIGTERM came, as failure records write times
-        self._leave_at: float | None = None  # when to leave what is left of the ranks, after a second Ctrl-C
-        self._repeat: tuple[int, float] | None = None  # a stop request, and when it is next repeated
+        self._terminated = ""  # the time of the first SIGTERM, as failure records write it
+        self._leave_at: float | None = None  # when to exit without the ranks, after a second Ctrl-C
+        self._repeat: tuple[int, float] | None = None  # a stop request, and when to repeat it
 
     @property
     def was_signaled(self) -> bool:
-        """Whether somebody has asked the ranks to stop, or to end."""
+        """Whether a signal has requested the ranks to stop or to end."""
         return bool(self._signals)
 
     def run(self) -> int:
@@ -133,7 +133,7 @@ class Agent:
                 self._begin_round(team, number)
                 before, beats = self._newest_step(), directory / f"heartbeat-{number}"
                 outcome = self._round(team, placement, beats)
-                # nobody starts the ranks of an agent again that is silent, or that has failed itself
+                # an agent that is silent, or has failed itself, cannot start its ranks again
                 lost = (outcome["record"] or {}).get("kind") in ("lost", "agent")
                 if number == self._max_restarts or self._signals or lost or not is_crash(outcome):
                     break
@@ -145,27 +145,29 @@ class Agent:
         except SystemExit as stop:
             code = int(stop.code or 0)
             team.mark_ended(code)
-            team.conclude({"exit_code": code, "record": None})  # the ranks of the others would wait for ours
+            team.conclude({"exit_code": code, "record": None})  # other agents' ranks would wait for these
             raise
         except Exception as error:
-            team.fail(error)  # else the job would end by the other agents, which srun ends for it
+            team.fail(
+                error
+            )  # without a record the end of the other agents, by srun, would pass for the cause
             raise
         finally:
             self._kill(signal.SIGKILL)
             team.end_watch()
-            for each, handler in handlers.items():
-                signal.signal(each, handler)
+            for signal_number, handler in handlers.items():
+                signal.signal(signal_number, handler)
             _clear_cache()
 
     def _begin_round(self, team: Team, number: int) -> None:
-        """From here until it has started a rank, a signal that would end the ranks ends this agent: see `_forward`."""
+        """Begins a round. Until a rank has started, a signal that ends ranks ends this agent: see `_forward`."""
         team.begin_round(number)
         self._pids = {}
-        for each in self._signals:  # which came when the ranks of the last round had ended
-            _end_unless_request(each)
+        for received in self._signals:  # after the ranks of the last round had ended
+            _end_unless_request(received)
 
-    def _end_attempt(self, beats: Path, mine: Outcome) -> None:
-        """Records how the attempt ended where rank 0 could not: it was killed, or lost the race with its own end."""
+    def _end_attempt(self, beats: Path, own: Outcome) -> None:
+        """Records how the attempt ended if rank 0 could not, because it was killed or ran out of time."""
         beat = heartbeat.read(beats, 0)
         path = (beat and beat.run) or self._environ.get(environment.RUN)
         if path is None or 0 not in self._pids:
@@ -173,7 +175,7 @@ class Agent:
         try:
             run = Run.open(path).held_as(beat.owner if beat else None)
             step = beat.step if beat else None
-            run.end_killed_attempt(self._pids[0], int(mine["exit_code"]), why=reason(mine), step=step)
+            run.end_killed_attempt(self._pids[0], int(own["exit_code"]), why=reason(own), step=step)
         except HeadwayError as error:  # the disk may be what failed; the next attempt records it
             logger.error("%s", error)
 
@@ -184,11 +186,11 @@ class Agent:
             self._environ.setdefault(environment.RUN, run)
 
     def _run_of(self, beats: Path) -> str | None:
-        found = (heartbeat.read(beats, rank) for rank in self._pids)
-        return next((beat.run for beat in found if beat and beat.run), None)
+        readings = (heartbeat.read(beats, rank) for rank in self._pids)
+        return next((beat.run for beat in readings if beat and beat.run), None)
 
     def _finished_run(self, beats: Path) -> Run | None:
-        """The run of the ranks, if all that was left to do was the rest of their script."""
+        """Returns the run of the ranks if its training is done and only the rest of the script was left."""
         path = self._run_of(beats)
         if path is None:
             return None
@@ -200,24 +202,21 @@ class Agent:
         return run if last["status"] == "done" and not last.get("script_ended", True) else None
 
     def _newest_step(self) -> int | None:
-        """The step of the newest checkpoint; -1 if there is none, None while the run is not known."""
+        """Returns the step of the newest checkpoint; -1 if there is none, None while the run is not known."""
         run = self._environ.get(environment.RUN)
         return max(list_steps(RunPaths(path=Path(run)).checkpoints_dir), default=-1) if run else None
 
     def _may_restart(self, before: int | None) -> bool:
-        """Whether the round has saved a step, so that the next one does not meet the same again.
-
-        `before` is the newest step when the round began.
-        """
+        """Whether the round has saved a later step than `before`, its first one, so that a restart makes progress."""
         newest = self._newest_step()
         if self._signals or newest is None:
             return False
         if before is None:
             before = self._first_step()
-        return newest > max(before, 0)  # that of step 0 is saved before any training
+        return newest > max(before, 0)  # the checkpoint of step 0 is saved before any training
 
     def _first_step(self) -> int:
-        """The step at which the attempt of this round has resumed its run."""
+        """Returns the step at which the attempt of this round resumed its run."""
         try:
             attempts = Run.open(self._environ[environment.RUN]).info()["attempts"]
         except HeadwayError:
@@ -225,11 +224,11 @@ class Agent:
         last = attempts[-1] if attempts else {}
         if last and last.get("pid") != self._pids.get(0):
             return self._newest_step() or 0  # rank 0 has not begun one, and so has saved nothing
-        # a loop of the user's own does not say where it resumed: from the newest checkpoint that there was, at best
+        # a loop of the user's own does not record where it resumed: at best from the newest checkpoint at the time
         return int(last.get("step_started", last.get("newest_step", 0)))
 
     def _round(self, team: Team, placement: AgentPlacement, beats: Path) -> Outcome:
-        """Starts the ranks, waits for their end, and agrees with the other agents on what it was."""
+        """Starts the ranks, waits until they end, and agrees with the other agents on the outcome."""
         with files.storage(f"make {beats}"):
             beats.mkdir()
         shares = cpu_shares(placement.nproc, self._environ)
@@ -254,9 +253,9 @@ class Agent:
         if self._leave_at is not None:
             return self._leave(team, beats)
         managed = any(heartbeat.read(beats, rank) for rank in ranks)
-        mine = self._outcome(team, beats)
-        self._end_attempt(beats, mine)
-        return self._conclude(team, mine, placement.world_size, managed=managed)
+        own = self._outcome(team, beats)
+        self._end_attempt(beats, own)
+        return self._conclude(team, own, placement.world_size, managed=managed)
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:
         """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace period to end."""
@@ -288,10 +287,10 @@ class Agent:
             time.sleep(_POLL_S)
 
     def _reap(self, rank: RankProcess) -> None:
-        self._running.remove(rank)  # first: a signal may come in between, and the number may become another's
+        self._running.remove(rank)  # first: a signal may arrive in between, and the pid may be reused
         status = rank.reap()
-        # the scheduler and we may both have signaled it; Python drops its handlers while it exits, so that the second
-        # signal ends it
+        # the scheduler and this agent may both have signaled it; Python drops its handlers while it exits, so that the
+        # second signal ends it
         was_stopped = -status in STOP_REQUESTS and -status in self._signals
         self._ended[rank.number] = Stopped.exit_code if was_stopped else status
 
@@ -302,7 +301,7 @@ class Agent:
             self._reap_killed()
 
     def _reap_killed(self) -> None:
-        """Waits for ranks that were killed; one that is stuck in the kernel is named and left."""
+        """Waits for ranks that were killed; logs and abandons those that are stuck in the kernel."""
         deadline = time.monotonic() + _UNKILLABLE_S
         while self._running and time.monotonic() < min(deadline, self._leave_at or deadline):
             for rank in [rank for rank in self._running if rank.has_ended()]:
@@ -319,19 +318,19 @@ class Agent:
         self._running.clear()
 
     def _leave(self, team: Team, beats: Path) -> Outcome:
-        """Ends after a second Ctrl-C, whatever does not answer: another process records how the run ended."""
-        mine: Outcome = {"exit_code": INTERRUPTED, "record": None}
+        """Ends after a second Ctrl-C even if a file system blocks: a child process records how the run ended."""
+        own: Outcome = {"exit_code": INTERRUPTED, "record": None}
 
         def record() -> None:
-            self._end_attempt(beats, mine)
-            team.conclude(mine)
+            self._end_attempt(beats, own)
+            team.conclude(own)
             team.mark_ended(INTERRUPTED)
 
         if not work_in_child(record, _LEAVE_S):
             logger.error("how the run ended could not be recorded: its file system does not answer")
         if self._report and team.number == 0:
-            print_last(summary(mine, self._nproc))
-        return mine
+            print_last(summary(own, self._nproc))
+        return own
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Forwards a signal to the ranks; a second Ctrl-C kills them."""
@@ -339,7 +338,7 @@ class Agent:
         self._signals.append(number)
         if number == signal.SIGTERM and not self._terminated:
             self._terminated = datetime.now(UTC).isoformat(timespec="milliseconds")
-        if not self._pids:  # it waits for the other agents: no rank has been started yet
+        if not self._pids:  # no rank has been started yet: this agent waits for the others
             _end_unless_request(number)
         for rank in self._running:
             if kill:
@@ -360,75 +359,77 @@ class Agent:
             rank.signal(self._repeat[0])
         self._repeat = (self._repeat[0], now + self._repeat_s) if starting else None
 
-    def _conclude(self, team: Team, mine: Outcome, world_size: int, *, managed: bool) -> Outcome:
-        """Agrees with the other agents on what happened, and reports it once, after everything else.
+    def _conclude(self, team: Team, own: Outcome, world_size: int, *, managed: bool) -> Outcome:
+        """Agrees with the other agents on the outcome, and reports it once, after all other output.
 
-        `mine` is how the ranks of this agent ended.
-        `managed`: the ranks use headway, and have reported themselves that they stopped, and where.
+        `own` is the outcome of this agent's ranks. With `managed`, they use headway, and report a stop themselves.
         """
-        code = int(mine["exit_code"])
-        first = team.conclude(mine) if code else False
+        code = int(own["exit_code"])
+        first = team.conclude(own) if code else False
         team.mark_ended(code)
         if code:
             timeout_s = self._stop_grace_s if code == Stopped.exit_code else 2 * self._grace_s + 1
         else:
-            # they may need us for another round, and agent 0 watches them
+            # the others may need this agent for another round, and agent 0 watches them
             timeout_s = math.inf if self._max_restarts or team.number == 0 else 0
         team.wait_ended(timeout_s, unless=lambda: signal.SIGTERM in self._signals or team.loss())
         if not code and (loss := team.loss()) is not None:
-            mine = {"exit_code": 1, "record": loss}
-            first = team.conclude(mine)
+            own = {"exit_code": 1, "record": loss}
+            first = team.conclude(own)
         outcome = team.outcome() if code or timeout_s else None
         reports = self._report or team.record_failed
-        said = managed and code == Stopped.exit_code and not (mine["record"] or {}).get("sentence")
-        if first and reports and not said:
-            print_last(summary(mine, world_size))
+        is_reported = managed and code == Stopped.exit_code and not (own["record"] or {}).get("sentence")
+        if first and reports and not is_reported:
+            print_last(summary(own, world_size))
         if first and self._report:
             team.mark_reported()
         elif code and self._report:
-            team.wait_reported(self._grace_s)  # mpirun ends all agents with the first that leaves
-        return outcome or mine
+            team.wait_reported(self._grace_s)  # mpirun ends all agents when the first one exits
+        return outcome or own
 
     def _outcome(self, team: Team, beats: Path) -> Outcome:
-        """How the ranks of this agent ended."""
+        """Returns how the ranks of this agent ended."""
         if not any(self._ended.values()):  # a signal that came too late has changed nothing
             return {"exit_code": 0, "record": None}
         record = first_failure(team.failure_file, self._ended, self._pids)
         if record["kind"] == "vanished" and record["rank"] not in self._ended:
-            team.wait_outcome(self._grace_s)  # its own agent knows better how it ended
+            team.wait_outcome(self._grace_s)  # the agent of that rank has its exit status
         if record["exit_code"] == Stopped.exit_code:
             return {"exit_code": Stopped.exit_code, "record": record}
         if not {signal.SIGINT, signal.SIGTERM} & set(self._signals):
             return {"exit_code": int(record["exit_code"]), "record": record}
         interrupted = signal.SIGINT in self._signals
-        # what the ranks themselves have found explains more than the signal; but a job that could not save comes back,
-        # and so does one that failed because of the signal: its handlers raise, or it ended a process of the script
+        # a cause that the ranks found explains more than the signal; but a job that could not save is queued again, and
+        # so is one that failed because of the signal: a handler raised, or the signal ended a process of the script
         found, sentence = record["kind"] in ("exception", "hang"), record.get("sentence")
         if found and (interrupted or not (sentence or record.get("time", "") > self._terminated)):
             return {"exit_code": int(record["exit_code"]), "record": record}
         if interrupted:
             return {"exit_code": INTERRUPTED, "record": None}
-        if (done := self._finished_run(beats)) is not None:
-            words = f"stopped by SIGTERM when {done.id} was finished: the same command restores it and runs "
-            record |= {"sentence": f"{words}the rest of the script", "exit_code": Stopped.exit_code}
+        if (finished := self._finished_run(beats)) is not None:
+            sentence = (
+                f"stopped by SIGTERM when {finished.id} was finished: the same command restores it and runs the rest "
+                "of the script"
+            )
+            record |= {"sentence": sentence, "exit_code": Stopped.exit_code}
             return {"exit_code": Stopped.exit_code, "record": record}
         if found and not sentence:
             sentence = record["sentence"] = f"stopped by SIGTERM; then {describe_failure(record)}"
-        # a sentence says why the ranks could not save before they ended
+        # a sentence explains why the ranks could not save before they ended
         return {"exit_code": TERMINATED, "record": record if sentence else None}
 
 
 def _end_unless_request(number: int) -> None:
-    """Ends this process by a signal that would have ended its ranks; a request to stop waits for them."""
+    """Exits on a signal that would have ended the ranks; a stop request waits until there are ranks."""
     if number not in STOP_REQUESTS:
         raise SystemExit(INTERRUPTED if number == signal.SIGINT else TERMINATED)
 
 
 def _clear_cache() -> None:
-    """Removes the copies of shards that killed ranks leave in this node's memory, unless others still use them."""
+    """Removes the shards that killed ranks left in this node's memory, unless other processes use them."""
     from headway.data.cache.node_cache import NodeCache  # imported here: most runs have none
 
-    with suppress(HeadwayError):  # the user can look at it: headway cache ls
+    with suppress(HeadwayError):  # headway cache ls shows what is left
         NodeCache(patience=1.0).sweep()
 
 

@@ -37,7 +37,7 @@ class AgentPlacement:
 
 
 def place_agent(members: list[dict[str, Any]], number: int) -> AgentPlacement:
-    """Where the ranks of agent `number` are. Agents may have different numbers of ranks, and share hosts.
+    """Returns where the ranks of agent `number` are. Agents may have different numbers of ranks, and share hosts.
 
     >>> members = [{"host": "a", "nproc": 2, "port": 1}, {"host": "b", "nproc": 1, "port": 2}]
     >>> placed = place_agent(members, 1)
@@ -62,7 +62,7 @@ def place_agent(members: list[dict[str, Any]], number: int) -> AgentPlacement:
 
 
 def rank_environment(placement: AgentPlacement, index: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one rank, under torchrun's names; `index` counts the ranks of this agent."""
+    """Returns the variables of one rank, under torchrun's names; `index` counts the ranks of this agent."""
     variables = {
         "RANK": placement.first_rank + index,
         "WORLD_SIZE": placement.world_size,
@@ -81,16 +81,16 @@ def rank_environment(placement: AgentPlacement, index: int, environ: Mapping[str
 
 
 def cores(environ: Mapping[str, str]) -> int:
-    """The cores that the ranks of this node share: a job may have fewer than the kernel lets it use."""
+    """Returns how many cores the ranks of this node share: a job may have fewer than the kernel lets it use."""
     node = schedulers.node(environ)
     return min(usable_cpus(), node.cpus) if node and node.cpus else usable_cpus()
 
 
 def cpu_shares(nproc: int, environ: Mapping[str, str]) -> list[set[int]] | None:
-    """The CPUs of each rank, neighbors first; None where the agent does not assign them.
+    """Returns the CPUs of each rank, neighboring ones together; None if the agent does not assign any.
 
-    On a node that a scheduler gave us the agent's CPUs are the job's, and nobody else divides them. mpirun binds by
-    itself, and a machine without a scheduler has other users.
+    On a node that a scheduler allocated, the agent has the CPUs of the job, and nothing else divides them. mpirun binds
+    its own processes, and a machine without a scheduler has other users.
     """
     if schedulers.node(environ) is None or "sched_getaffinity" not in vars(os):
         return None
@@ -98,7 +98,7 @@ def cpu_shares(nproc: int, environ: Mapping[str, str]) -> list[set[int]] | None:
 
 
 def split_cpus(cpus: Sequence[int], nproc: int) -> list[set[int]] | None:
-    """Equal parts of a list; the first ones get what is left over.
+    """Splits a list into equal parts; the first ones are longer by one if there is a remainder.
 
     >>> split_cpus([0, 1, 2, 3, 4], 2)
     [{0, 1, 2}, {3, 4}]
@@ -121,7 +121,7 @@ def _topology_of(cpu: int) -> tuple[int, int, int]:
 
 
 def kernel_caches(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where a rank keeps compiled kernels: on the node's own disk, one directory per rank, kept for the next job.
+    """Returns where a rank keeps compiled kernels: on the node's own disk, one directory per rank, for later jobs, too.
 
     Home directories are on network file systems, where thousands of small files are slow and ranks conflict.
     """
@@ -136,7 +136,7 @@ def kernel_caches(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def private_directory(parent: Path) -> Path | None:
-    """A directory that only we can write, or None: what is in it is executed, and others may write to /tmp."""
+    """Makes a directory that only this user can write, or returns None: its files are executed, and /tmp is shared."""
     try:
         ownership.check_root(parent)
     except UsageError as error:
@@ -156,7 +156,7 @@ def private_directory(parent: Path) -> Path | None:
     return None
 
 
-@cache  # said once, and not for every rank and round
+@cache  # logs once, and not for every rank and round
 def _warn_of_parent(why: str) -> None:
     logger.warning("compiled kernels are cached where torch does, which is slower to start: %s", why)
 
@@ -164,7 +164,7 @@ def _warn_of_parent(why: str) -> None:
 @cache
 def _warn_of_foreign(directory: Path, mode: str, uid: int) -> None:
     logger.warning(
-        "%s is %s of %s and is not used, since what is in it would be executed: compiled kernels are cached where "
+        "%s is %s of %s and is not used, since files in it would be executed: compiled kernels are cached where "
         "torch does; remove it, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR",
         directory,
         mode,

@@ -1,4 +1,4 @@
-"""One agent among several: finds out from its launcher which of how many it is, and where they meet."""
+"""Runs the agent of this node: determines from its launcher which of how many agents it is, and where they meet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.system import environment
 
 
 def run_submitted(path: str) -> int:
-    """Runs on this node what was submitted into a run directory. The job's epilogue reports how it ended."""
+    """Runs the agent of this node for a submitted run. The job's epilogue reports how it ended."""
     run = Run.open_private(path)
     job = JobFile.read(run)
     team, node = team_of(run, job, os.environ)
@@ -30,7 +30,7 @@ def run_submitted(path: str) -> int:
         note_job(run, ids)
         record_start(run, job=ids.number)
 
-    def prepare() -> Mapping[str, str]:  # by the agent, which records why it cannot start its ranks
+    def prepare() -> Mapping[str, str]:  # called by the agent, which records why it cannot start its ranks
         check_nproc(job.program.nproc, "--ntasks-per-node")
         return job.staged_environment()
 
@@ -48,14 +48,14 @@ def run_submitted(path: str) -> int:
 
 
 def team_of(run: Run, job: JobFile, environ: Mapping[str, str]) -> tuple[Team, AllocatedNode]:
-    """The agents of a submitted job, as seen from this node."""
+    """Returns the agents of a submitted job, as seen from this node, and this node."""
     alone = AllocatedNode(index=0, count=1, host=socket.gethostname())
     node = job.target.scheduler.node(environ) or alone
     return Team(job.launch_directory(run, environ), number=node.index, size=node.count), node
 
 
 def run_here(command: Sequence[str], *, nproc: int, max_restarts: int = 0) -> int:
-    """Runs a command on this node; under srun or mpirun together with the agents of the other nodes."""
+    """Runs a command as ranks on this node; under srun or mpirun, together with the agents of the other nodes."""
     check_nproc(nproc)
     place = detect()
     if place.launcher in ("headway", "torchrun"):

@@ -20,17 +20,17 @@ from headway.system.jsonlines import parse_json
 from headway.system.log import logger
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
-"""signals that others send: the output of the process cannot say why"""
+"""signals that others send: the output of the process does not explain them"""
 _TAIL_LINES, _TAIL_BYTES = 8, 8192
 
 
 def is_crash(outcome: Mapping[str, Any]) -> bool:
-    """Whether a restart may help: a rank failed, and not by something that a restart would meet again."""
+    """Whether a restart may help: a rank failed, with none of the exit codes for errors that would recur."""
     return bool(outcome["exit_code"] == 1)
 
 
 def summary(outcome: Mapping[str, Any], world_size: int) -> str:
-    """The report that is printed last."""
+    """Returns the report that is printed last."""
     code, record = int(outcome["exit_code"]), outcome.get("record")
     sentence = (record or {}).get("sentence")
     if code in EXIT_CODES:
@@ -44,7 +44,7 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
 
 
 def reason(outcome: Mapping[str, Any]) -> str:
-    """Why a launch ended, in a few words for the list of runs; empty if its agents do not know more than its ranks."""
+    """Returns why a launch ended, in a few words for the list of runs; empty if the ranks have recorded as much."""
     code, record = int(outcome["exit_code"]), outcome.get("record") or {}
     if record.get("sentence"):
         return str(record["sentence"])
@@ -54,16 +54,15 @@ def reason(outcome: Mapping[str, Any]) -> str:
 
 
 def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> FailureRecord:
-    """What the ranks agreed on, completed by what only their parent process knows: how they ended."""
+    """Returns the first cause that the ranks recorded, with the exit status that only their parent process has."""
     if path.exists():
         record: FailureRecord = parse_json(files.read_regular(path))
         if record["kind"] == "vanished" and record["rank"] in ended:
             status = ended[record["rank"]]
             early = " while the others still worked" if status >= 0 else ""
             record |= {"error": describe_exit_status(status) + early, "hint": None}
-            if (
-                is_native_crash(status) and record["rank"] and record.get("failure_file")
-            ):  # rank 0's is on the screen
+            # the output of rank 0 is on the screen
+            if is_native_crash(status) and record["rank"] and record.get("failure_file"):
                 record["output"] = _end_of_log(Path(record["failure_file"]).parent, record["rank"])
             if status in EXIT_CODES:
                 record["exit_code"] = status
@@ -82,7 +81,7 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
 
 
 def record_failure(record: FailureRecord, path: Path) -> None:
-    """Records what the agent itself has found, unless the ranks were faster."""
+    """Records a failure that the agent itself has found, unless the ranks have recorded one."""
     first = True
     try:
         with files.storage(f"write {path}"):
@@ -94,7 +93,7 @@ def record_failure(record: FailureRecord, path: Path) -> None:
 
 
 def _end_of_log(run: Path, rank: int) -> str | None:
-    """The last lines of a rank's log, where native code has said why it aborts; None if they cannot be read."""
+    """Returns the last lines of a rank's log, where native code explains a crash; None if they cannot be read."""
     try:
         with files.open_regular(Run.open(run).log_file(rank)) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -105,11 +104,11 @@ def _end_of_log(run: Path, rank: int) -> str | None:
 
 
 def _complete(record: FailureRecord) -> None:
-    """Replaces the record in the run directory, written by a rank that only saw that another was gone."""
+    """Replaces the record in the run directory, whose writer only saw that another rank was gone."""
     if not record.get("failure_file"):
         return
     try:
         run = Run.open(Path(record["failure_file"]).parent).held_as(record.get("owner"))
         run.write_failure(record, instead=True)
-    except HeadwayError as error:  # the disk may be the very thing that failed
+    except HeadwayError as error:  # the disk may be what failed
         logger.error("the failure could not be recorded: %s", error)

@@ -1,4 +1,4 @@
-"""One rank as its agent sees it: a process, with all that it starts, which ends with the agent."""
+"""A rank as its agent sees it: a process and all that it starts, which ends with the agent."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class RankProcess:
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def reap(self) -> int:
-        """Kills what the rank has left running, and returns the rank's own exit status."""
-        # before it is reaped, no other process can have its pid
+        """Kills the processes that the rank left running, and returns the rank's own exit status."""
+        # until it is reaped, no other process can have its pid
         self.signal_group(signal.SIGKILL)
         return self.process.wait()
 
     def signal(self, number: int) -> None:
-        """Signals the rank alone; not through Popen, which would reap it."""
+        """Signals only the rank; not through Popen, which would reap it."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
     def signal_group(self, number: int) -> None:
         """Signals the rank and all that it has started."""
-        with suppress(ProcessLookupError):  # all of it is gone already
+        with suppress(ProcessLookupError):  # no process of the group is left
             os.killpg(self.process.pid, number)
 
 
@@ -61,10 +61,12 @@ def start_rank(
 
     def prepare() -> None:  # in the child, before the program
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the agent be killed
+            ctypes.CDLL(None).prctl(
+                1, signal.SIGKILL
+            )  # PR_SET_PDEATHSIG: ends the rank if the agent is killed
             if cpus is not None:
                 os.sched_setaffinity(0, cpus)
-        # until the rank has its handlers, a request to stop must not kill it; the agent repeats the request
+        # until the rank has its handlers, a stop request must not kill it; the agent repeats the request
         for ignored in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(ignored, signal.SIG_IGN)
 
@@ -75,23 +77,23 @@ def start_rank(
 
 
 def work_in_child(work: Callable[[], object], timeout_s: float) -> bool:
-    """Does what may block in the kernel, such as a write, in a forked process; returns whether it ended in time.
+    """Does work that may block in the kernel, such as a write, in a forked process; returns whether it ended in time.
 
-    A thread would not do: a process whose thread waits for a file system that is frozen cannot end, either.
+    A thread is not enough: a process with a thread that is blocked by a frozen file system cannot exit.
     """
     child = os.fork()
     if not child:
         try:
             work()
             os._exit(0)
-        except Exception:  # noqa: BLE001  the parent goes on without it
+        except Exception:  # noqa: BLE001  the parent continues without it
             logger.exception("the node agent could not record what it found")
         finally:
             os._exit(1)
     if _ends_within(child, timeout_s):
         return True
     os.kill(child, signal.SIGKILL)
-    _ends_within(child, _KILLED_S)  # unless it waits in the kernel
+    _ends_within(child, _KILLED_S)  # unless it is blocked in the kernel
     return False
 
 

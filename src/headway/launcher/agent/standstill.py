@@ -1,4 +1,4 @@
-"""Standstills of this process itself: while a job is suspended, nobody beats, and nobody is late."""
+"""Detects that this process itself was suspended: meanwhile no heartbeat could arrive, and none is late."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import final
 
 @final
 class Standstill:
-    """Notices, from the time between two calls, that this process did not run for a while.
+    """Detects, from the time between two calls, that this process did not run for a while.
 
-    `scontrol suspend` and SIGSTOP stop the agents and the ranks together, and the clock goes on. What was last heard of
-    the others before that says nothing about them.
+    `scontrol suspend` and SIGSTOP stop the agents and the ranks together, while the clock continues. How long ago the
+    others sent a message is then no evidence that they are lost.
 
     >>> standstill = Standstill(longest_s=5.0)
     >>> standstill.ended()  # often
@@ -25,7 +25,7 @@ class Standstill:
         self._ended = -math.inf
 
     def ended(self) -> float:
-        """Returns when the last standstill was over, on the monotonic clock; minus infinity if there was none."""
+        """Returns when the last standstill ended, on the monotonic clock; minus infinity if there was none."""
         now = time.monotonic()
         if self._called is not None and now - self._called > self._longest_s:
             self._ended = now

@@ -1,6 +1,6 @@
 """The agents of one launch, one or more per node: they find each other, and agree on how it ended.
 
-They watch each other (`team_watch`), and meet in a directory that all of them can write (`launch_records`).
+They watch each other (`team_watch`), and exchange records in a directory that all of them can write (`launch_records`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Team:
         self._watch: TeamWatch | None = None
         self._trouble: OSError | None = None  # why the last read failed
         self.record_failed = False
-        """whether a record of this agent could not be written: the other agents and the job do not know of its end"""
+        """whether a record of this agent could not be written, so that the other agents and the job may miss its end"""
 
     @property
     def round_dir(self) -> Path:
@@ -72,16 +72,15 @@ class Team:
 
     @property
     def failure_file(self) -> Path:
-        """Where the ranks of this round leave the first cause for their agent: beside the rendezvous."""
+        """Where the ranks of this round record the first cause for their agent: beside the rendezvous."""
         return self.round_dir / FAILURE
 
     def gather(
         self, nproc: int, *, host: str | None = None, timeout_s: float = GATHER_TIMEOUT_S
     ) -> AgentPlacement:
         """Waits for the other agents and returns where the ranks of this one are among all ranks."""
-        token = secrets.token_hex(8)
         me: dict[str, Any] = {
-            "token": token,
+            "token": secrets.token_hex(8),
             "host": host or socket.gethostname(),
             "nproc": nproc,
             "port": free_port(),
@@ -103,28 +102,28 @@ class Team:
         return place_agent(self._members, self.number)
 
     def _find_members(self, me: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """Announces this agent; returns what all agents have announced, once agent 0 has seen them."""
+        """Announces this agent; returns the announcements of all agents, from the roster that agent 0 writes."""
         self._write(self._agent_file(self.number), me)
         if self.number == 0:
-            everyone = [self._wait(self._agent_file(number), deadline) for number in range(self.size)]
+            everyone = [self._expect(self._agent_file(number), deadline) for number in range(self.size)]
             self._write(self.directory / ROSTER, {"members": everyone})
             return everyone
-        while True:
-            members: list[dict[str, Any]] = self._wait(self.directory / ROSTER, deadline)["members"]
-            if len(members) == self.size and members[self.number]["token"] == me["token"]:
-                return members
-            time.sleep(POLL_S)  # it is that of an earlier launch of this name
-            if time.monotonic() > deadline:
-                raise self._absent(ROSTER)
+
+        def is_ours(roster: dict[str, Any]) -> bool:  # and not of an earlier launch of the same name
+            members = roster["members"]
+            return len(members) == self.size and bool(members[self.number]["token"] == me["token"])
+
+        found: list[dict[str, Any]] = self._expect(self.directory / ROSTER, deadline, is_ours)["members"]
+        return found
 
     def loss(self) -> FailureRecord | None:
-        """The record of an agent that is lost: it is silent, and has not recorded the end of its ranks."""
+        """Returns the failure record of an agent that is silent without having recorded the end of its ranks."""
         for number in self._watch.silent() if self._watch else ():
             assert self._watch is not None
             if self._read(self._ended_file(number)) is not None:
                 self._watch.forget(number)
                 continue
-            if self._trouble is not None:  # it may have ended in peace
+            if self._trouble is not None:  # its record may exist
                 continue
             host = self._members[number]["host"]
             return {
@@ -149,12 +148,12 @@ class Team:
         _make(self.round_dir)
 
     def conclude(self, outcome: Outcome) -> bool:
-        """Records how this round ended, unless another agent has; returns whether this one was first.
+        """Records how this round ended, unless another agent has; returns whether this agent was first.
 
-        Where that cannot be written, each agent is the first, as far as it knows.
+        An agent that cannot write the record counts as the first.
         """
         path, first = self.round_dir / OUTCOME, True
-        with self._trying_to_write(path):
+        with self._noting_failure(), files.storage(f"write {path}"):
             first = files.publish(path, json.dumps(outcome).encode())
         return first
 
@@ -164,29 +163,29 @@ class Team:
 
     def wait_outcome(self, timeout_s: float) -> None:
         """Waits until an agent has recorded how this round ended, at most `timeout_s`."""
-        self._wait_file(OUTCOME, timeout_s)
+        self._wait(self.round_dir / OUTCOME, timeout_s)
 
     def mark_ended(self, code: int) -> None:
         """Records for the other agents that the ranks of this one have ended."""
         self._try_to_write(self._ended_file(self.number), {"exit_code": code})
 
-    def show_life(self, facts: Mapping[str, object]) -> None:
-        """Writes what the job's script reads while this node is prepared: anything that changes, then an exit code."""
+    def record_preparation(self, facts: Mapping[str, object]) -> None:
+        """Records for the job's script that this node is being prepared: facts that change, then an exit code."""
         self._try_to_write(self.directory / preparation_name(self.number), facts)
 
     def fail(self, error: Exception) -> None:
-        """Records that this agent itself has failed, which ends the launch."""
+        """Records that this agent itself failed, which ends the launch."""
         code = error.exit_code if isinstance(error, HeadwayError) else 1
         sentence = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
         host = socket.gethostname()
         record = {"kind": "agent", "host": host, "error": f"the agent on {host} failed: {sentence}"}
-        with self._trying_to_write(self.round_dir):
+        with self._noting_failure():
             _make(self.round_dir)
         self.conclude({"exit_code": code, "record": record | {"sentence": sentence, "exit_code": code}})
         self.mark_ended(code)
 
     def wait_ended(self, timeout_s: float, *, unless: Callable[[], object]) -> None:
-        """Waits until the ranks of all agents have ended, at most `timeout_s`: a lost node never records it."""
+        """Waits until the ranks of all agents have ended, at most `timeout_s`: a lost node never records its end."""
         deadline = time.monotonic() + timeout_s
         missing = set(range(self.size)) - {self.number}
         while missing and time.monotonic() < deadline and not unless():
@@ -199,45 +198,48 @@ class Team:
         self._try_to_write(self.round_dir / _REPORTED, {})
 
     def wait_reported(self, timeout_s: float) -> None:
-        """Waits until the first agent to fail has printed why, at most `timeout_s`: its node may be lost."""
-        self._wait_file(_REPORTED, timeout_s)
+        """Waits until the first agent to fail has printed the cause, at most `timeout_s`: its node may be lost."""
+        self._wait(self.round_dir / _REPORTED, timeout_s)
 
     def agree_on_restart(self, decide: Callable[[], bool], timeout_s: float = _RESTART_TIMEOUT_S) -> bool:
-        """Agent 0 decides whether all start again; without a decision in time, this agent does not."""
+        """Lets agent 0 decide whether all agents start their ranks again; False without a decision in time."""
         if self.size == 1:
             return decide()
         if self.number == 0:
             restart = decide()
             self._try_to_write(self.round_dir / _RESTART, {"restart": restart})
             return restart and not self.record_failed
-        decision = self._wait_file(_RESTART, timeout_s)
+        decision = self._wait(self.round_dir / _RESTART, timeout_s)
         return decision is not None and bool(decision["restart"])
 
     def leave(self) -> None:
-        """Removes the directory, if this is the last agent to leave it."""
+        """Removes the directory if this is the last agent to leave."""
         self._try_to_write(self.directory / f"left-{self.number:05d}.json", {})
         if len(list(self.directory.glob("left-*.json"))) == self.size:
             shutil.rmtree(self.directory, ignore_errors=True)  # two may both be the last
 
-    def _wait(self, path: Path, deadline: float) -> dict[str, Any]:
-        while (found := self._read(path)) is None:
-            if time.monotonic() > deadline:
-                raise self._absent(path.name)
-            time.sleep(POLL_S)
-        return found
-
-    def _wait_file(self, name: str, timeout_s: float) -> dict[str, Any] | None:
+    def _wait(
+        self, path: Path, timeout_s: float, accept: Callable[[dict[str, Any]], bool] = lambda _: True
+    ) -> dict[str, Any] | None:
+        """Waits for a record that `accept` approves of; None after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        while (found := self._read(self.round_dir / name)) is None and time.monotonic() < deadline:
+        while (found := self._read(path)) is None or not accept(found):
+            if time.monotonic() >= deadline:
+                return None
             time.sleep(POLL_S)
         return found
 
-    def _absent(self, name: str) -> RankFailure:
-        trouble = f" ({self._trouble.strerror or self._trouble})" if self._trouble else ""
-        return RankFailure(
-            f"agent {self.number} of {self.size} on {socket.gethostname()} timed out waiting for {name} "
-            f"in {self.directory}{trouble}; check that all nodes started, and that they share this directory"
-        )
+    def _expect(
+        self, path: Path, deadline: float, accept: Callable[[dict[str, Any]], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        found = self._wait(path, deadline - time.monotonic(), accept)
+        if found is None:
+            trouble = f" ({self._trouble.strerror or self._trouble})" if self._trouble else ""
+            raise RankFailure(
+                f"agent {self.number} of {self.size} on {socket.gethostname()} timed out waiting for {path.name} "
+                f"in {self.directory}{trouble}; check that all nodes started, and that they share this directory"
+            )
+        return found
 
     def _agent_file(self, number: int) -> Path:
         return self.directory / agent_name(number)
@@ -251,44 +253,43 @@ class Team:
             files.write_atomic(path, json.dumps(facts).encode())
 
     def _try_to_write(self, path: Path, facts: Mapping[str, object]) -> None:
-        with self._trying_to_write(path):
+        with self._noting_failure():
             self._write(path, facts)
 
     @contextmanager
-    def _trying_to_write(self, path: Path) -> Iterator[None]:
-        """Surrounds records of an end: a disk that takes none must not hide why the ranks ended."""
+    def _noting_failure(self) -> Iterator[None]:
+        """Logs that a record could not be written instead of raising, which would hide why the ranks ended."""
         try:
-            with files.storage(f"write {path}"):
-                yield
-        except StorageError as error:
+            yield
+        except (OSError, StorageError) as error:
             if not self.record_failed:
                 logger.error("the end of this agent could not be recorded: %s", error)
             self.record_failed = True
 
     def _read(self, path: Path) -> dict[str, Any] | None:
-        """Reads a record of another agent; None while it is not there, or cannot be read for now."""
+        """Reads a record of another agent; None while it does not exist or cannot be read."""
         self._trouble = None
         try:
-            # listing the directory makes a network file system look again for a file that was not there before
+            # listing the directory makes a network file system notice a file that did not exist before
             list(path.parent.iterdir())
             found: dict[str, Any] = json.loads(ownership.read_private(path))
             return found
         except FileNotFoundError:
             return None
-        except OSError as error:  # whoever polls tries again
+        except OSError as error:  # callers poll, and so try again
             self._trouble = error
             return None
 
 
 def free_port() -> int:
-    """A port that is free now. For scripts that make their own process group; headway's needs none."""
+    """Returns a port that is free now, for scripts that make their own process group; headway's needs none."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def _make(directory: Path) -> None:
-    """Makes a directory, unless it is there and ours: what agents read in it decides where their ranks connect."""
+    """Makes a directory, or checks that it is this user's: its records decide where the ranks connect."""
     with files.storage(f"make {directory}"):
         for path in (directory.parents[1], directory.parent, directory):
             with suppress(FileExistsError):

@@ -1,8 +1,8 @@
-"""The agents' watch over each other: a node that is lost, or stands still, closes no connection and writes no record.
+"""Heartbeats between agents: a node that is lost or hangs closes no connection and writes no record.
 
-Every agent tells agent 0 a few times a minute that it is there, over a signed channel, and agent 0 replies. So agent 0
-notices that another agent is silent, and the others notice that agent 0 is. This runs in a thread of its own: an agent
-that waits for a file system is not silent. Agents that cannot reach each other from the start are not watched.
+Every agent sends agent 0 a message every few seconds, over a signed channel, and agent 0 replies. So agent 0 detects
+that another agent is silent, and the others detect that agent 0 is. A thread of its own does this: an agent that waits
+for a file system is not silent. Agents that cannot reach each other from the start are not watched.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from headway.launcher.agent.standstill import Standstill
 BEAT_S = 5.0
 """seconds between two messages of an agent"""
 SILENT_S = 60.0
-"""after so many seconds of silence an agent is lost; as long as a broken connection of a rank takes to be noticed"""
+"""seconds of silence after which an agent is lost; a broken connection of a rank is detected after the same time"""
 
 
 @final
 class TeamWatch:
-    """One agent's part in the watch; `silent` returns the agents that it misses.
+    """One agent's part in the watch; `silent` returns the agents that are overdue.
 
     >>> watch = TeamWatch(0, size=2, host="node1")
     >>> watch.start(watch.address)
@@ -41,7 +41,7 @@ class TeamWatch:
     ) -> None:
         self._number, self._size = number, size
         self._beat_s, self._silent_s = beat_s, silent_s
-        self._heard: dict[int, float] = {}  # agent -> when it was last heard
+        self._last_message: dict[int, float] = {}  # agent -> when its last message arrived
         self._strangers = Strangers(expected=size)
         self._standstill = Standstill(longest_s=silent_s / 2)
         self._ended = threading.Event()
@@ -54,36 +54,36 @@ class TeamWatch:
             self.address = HubAddress(hosts=hosts, port=port, key=secrets.token_bytes(32))
 
     def start(self, address: HubAddress) -> None:
-        """Begins to watch; `address` is that of agent 0."""
-        listener, self._listener = self._listener, None  # from now on the thread's
+        """Begins to watch; `address` is where agent 0 listens."""
+        listener, self._listener = self._listener, None  # the thread owns it from now on
         task = partial(self._serve, listener, address.key) if listener else partial(self._report, address)
         threading.Thread(target=task, name="headway team", daemon=True).start()
 
     def silent(self) -> list[int]:
-        """Returns the agents that were there and have not been heard for too long; they may have ended in peace."""
+        """Returns the agents whose messages have stopped; they may have ended without a failure."""
         resumed, now = self._standstill.ended(), time.monotonic()
-        heard = list(self._heard.items())
-        return sorted(number for number, at in heard if now - max(at, resumed) > self._silent_s)
+        last = list(self._last_message.items())
+        return sorted(number for number, at in last if now - max(at, resumed) > self._silent_s)
 
     def forget(self, number: int) -> None:
-        """Misses an agent no longer, until it is heard again: its ranks have ended."""
-        self._heard.pop(number, None)
+        """Stops watching an agent whose ranks have ended, until its next message."""
+        self._last_message.pop(number, None)
 
     def close(self) -> None:
         """Ends the watch of this agent."""
         self._ended.set()
-        if self._listener is not None:  # it has not begun
+        if self._listener is not None:  # the watch has not begun
             self._listener.close()
 
     def _report(self, address: HubAddress) -> None:
         channel: Channel | None = None
-        while not self._ended.wait(self._beat_s if self._heard else min(1.0, self._beat_s)):
+        while not self._ended.wait(self._beat_s if self._last_message else min(1.0, self._beat_s)):
             try:
                 channel = channel or self._connect(address)
                 channel.send({"agent": self._number})
                 if channel.receive(self._beat_s) is None:
                     raise ConnectionError("closed")
-                self._heard[0] = time.monotonic()
+                self._last_message[0] = time.monotonic()
             except (OSError, UntrustedPeer):
                 if channel is not None:
                     channel.close()
@@ -126,13 +126,13 @@ class TeamWatch:
         channel.close()
 
     def _answer(self, channel: Channel) -> bool:
-        """Replies to what an agent has sent; returns whether it is still there."""
+        """Replies to an agent's messages; returns whether the connection is still open."""
         try:
             chunk = channel.socket.recv(65536)
             channel.feed(chunk)
             for message in channel.messages():
                 self._strangers.trust(channel)
-                self._heard[int(message["agent"])] = time.monotonic()
+                self._last_message[int(message["agent"])] = time.monotonic()
                 channel.send({"agent": 0})
         except (OSError, UntrustedPeer):
             return False

@@ -1,8 +1,8 @@
-"""The agent's watch over its ranks: it reads their heartbeats in shared memory, without any help from the ranks.
+"""The agent's check for hangs: it reads the heartbeats of its ranks from shared memory, without their help.
 
 Rank 0 watches all ranks of a run and reports first (see `headway.dist.control.hang_watch`). The agent covers the case
-in which rank 0 itself cannot: stopped, or with the interpreter lock held. It asks the ranks for their stacks by
-SIGQUIT, which they answer even then.
+in which rank 0 itself cannot: it is stopped, or its interpreter lock is held. SIGQUIT makes ranks write their stacks
+even then.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _POLL_S = 0.25
 _STACKS_S = 1.0
 """how long ranks have to write their stacks"""
 _LIMIT_FACTOR = 1.5
-"""how many times its limit the heartbeat of each rank must be old: rank 0 reports first"""
+"""how many times its limit the age of each rank's heartbeat must be, so that rank 0 reports first"""
 _STANDSTILL_S = 5.0
-"""an agent that was not here for so long was suspended, and its ranks with it"""
+"""an agent that did not run for so long was suspended, and its ranks with it"""
 
 
 @final
@@ -46,7 +46,7 @@ class Watchdog:
         self._standstill = Standstill(longest_s=_STANDSTILL_S)
 
     def tick(self) -> FailureRecord | None:
-        """Checks the heartbeats, if it is time to; if all ranks are stalled, collects their stacks."""
+        """Checks the heartbeats, if a check is due; if all ranks are stalled, collects their stacks into a record."""
         now = time.monotonic()
         if now - self._looked < _POLL_S:
             return None
@@ -75,7 +75,7 @@ class Watchdog:
         files = {rank: heartbeat.stack_file(self._directory, rank) for rank in beats}
         before = {rank: file.stat().st_size for rank, file in files.items()}
         for beat in beats.values():
-            with suppress(ProcessLookupError):  # it ends this very moment
+            with suppress(ProcessLookupError):  # it has just exited
                 os.kill(beat.pid, signal.SIGQUIT)
         time.sleep(_STACKS_S)
         return {
@@ -84,7 +84,7 @@ class Watchdog:
 
 
 def with_run(record: FailureRecord, beats: Iterable[HeartbeatReading | None]) -> FailureRecord:
-    """Completes a record by where the run keeps it, from the heartbeats of its ranks."""
+    """Adds to a record where the run keeps it, which the heartbeats of the ranks show."""
     beat = next((beat for beat in beats if beat is not None and beat.run), None)
     if beat is None:
         return record | {"failure_file": None}
