@@ -143,7 +143,7 @@ def test_a_known_device_keeps_its_data_sheet() -> None:
         "launch_s": 6e-6,
         "collectives": {"1048576": 40e-6, "16777216": 120e-6, "268435456": 1.4e-3},
     }
-    node, constants, _ = describe_machine(facts)
+    node, constants = describe_machine(facts)
     assert node == {"name": "this", "device": "h200-sxm-141", "gpus": 8}
     assert constants.matrix == pytest.approx(650 / (989 * 0.787), rel=1e-3)
     assert constants.memory == pytest.approx(1.0, rel=0.01)
@@ -161,7 +161,7 @@ def test_an_unknown_device_is_described_by_what_it_did() -> None:
         "attention_TFLOPS": 50.0,
         "launch_s": 6e-6,
     }
-    node, constants, _ = describe_machine(facts)
+    node, constants = describe_machine(facts)
     assert isinstance(node["device"], dict) and node["device"]["bf16"] == 100.0
     assert constants.matrix == pytest.approx(0.9)
 

@@ -23,6 +23,7 @@ from headway.plan.tracer.settings import TraceSettings
 if TYPE_CHECKING:
     from headway.plan.machine.hardware import Node
     from headway.plan.model.transformer import Transformer
+    from headway.plan.report.saved_plan import PlanComparison
 
 _File = Annotated[Path, Positional("FILE.yaml")]
 
@@ -240,16 +241,18 @@ def _check(argv: list[str]) -> int:
     from headway.watch.runs import resolve
 
     options = parse(PlanCheckOptions, argv, verb="plan check")
-    found = [row for run in resolve([options.run], options.root) for row in compare_with_plan(run)]
+    rows = [row for run in resolve([options.run], options.root) for row in compare_with_plan(run)]
     if options.json:
-        print_json([row.to_dict() for row in found])
-    for row in () if options.json else found:
-        verdict = "differs" if row.differs else "as planned"
-        print(
-            f"{row.what}: planned, not measured" if row.measured is None
-            else f"{row.planned.sentence(row.what, row.measured)}: {verdict}"
-        )  # fmt: skip
-    return 1 if any(row.differs for row in found) else DONE
+        print_json([row.to_dict() for row in rows])
+    else:
+        print(*map(_compared, rows), sep="\n")
+    return 1 if any(row.differs for row in rows) else DONE
+
+
+def _compared(row: PlanComparison) -> str:
+    if row.measured is None:
+        return f"{row.what}: planned, not measured"
+    return f"{row.planned.sentence(row.what, row.measured)}: {'differs' if row.differs else 'as planned'}"
 
 
 def _list(argv: list[str]) -> int:
@@ -259,8 +262,8 @@ def _list(argv: list[str]) -> int:
     options = parse(PlanListOptions, argv, verb="plan list")
     nodes = [Node(name) for name in node_names()]
     if options.json:
-        told = [{"name": n.name, "gpus": n.gpus, "device": n.device.name, "is": n.describe()} for n in nodes]
-        print_json({"presets": preset_names(), "nodes": told})
+        rows = [{"name": n.name, "gpus": n.gpus, "device": n.device.name, "is": n.describe()} for n in nodes]
+        print_json({"presets": preset_names(), "nodes": rows})
         return 0
     print("presets:", *preset_names(), sep="\n  ")
     print("nodes:", *(f"{n.name:<15} {n.describe()}" for n in nodes), sep="\n  ")
@@ -340,8 +343,7 @@ def _calibrate(argv: list[str]) -> int:
     with writing(file):
         save_calibration(file, constants, node=node, facts=facts)
     if options.json:
-        told = {"file": str(file), "node": node, "calibration": vars(constants), "measured": facts}
-        print_json(told)
+        print_json({"file": str(file), "node": node, "calibration": vars(constants), "measured": facts})
     else:
         print(file.read_text(), end="")
         print(f"written to {file}; plans use it with node: this")

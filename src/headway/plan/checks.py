@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import TYPE_CHECKING, TypeGuard
 
 from headway.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _LARGEST_INT = 10**12
 """No count of a plan is larger, and the product of twenty of them is still a float."""
@@ -52,6 +58,17 @@ def require_choice(key: str, value: object, valid: Collection[object]) -> None:
         raise unknown_name(f"value of {key}", value, valid)
 
 
+def require_bools(section: str, settings: DataclassInstance) -> None:
+    """Refuses settings whose fields of type `bool` have any other value."""
+    for key in _bool_fields(type(settings)):
+        require_choice(f"{section}.{key}", getattr(settings, key), (True, False))
+
+
+@cache
+def _bool_fields(settings: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(settings) if field.type == "bool")
+
+
 def require_known_keys(where: str, given: Iterable[object], valid: Collection[str]) -> None:
     """Refuses an unknown key, so that a misspelled setting is not ignored."""
     for key in given:
@@ -61,18 +78,22 @@ def require_known_keys(where: str, given: Iterable[object], valid: Collection[st
 
 def require_mapping(where: str, value: object) -> Mapping[str, object]:
     """Returns the value if it is a mapping with strings as keys."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not _has_names(value):
         raise UsageError(f"{where} is {shown(value)}; expected a mapping of names to values")
     return value
 
 
 def require_mapping_in(file: str, value: object) -> Mapping[str, object]:
     """Returns what a file holds if it is a mapping. The message holds nothing of it: it may be any file."""
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+    if not _has_names(value):
         kind = {list: "a list", dict: "a mapping with other keys than names", type(None): "nothing"}
         found = kind.get(type(value), "plain text or a number")
         raise UsageError(f"{file} holds {found}; expected a mapping of names to values")
     return value
+
+
+def _has_names(value: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
 def require_divisor(key: str, part: int, whole_key: str, whole: int) -> None:

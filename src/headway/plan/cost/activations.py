@@ -125,8 +125,7 @@ def _feedforward(model: Transformer, layout: Layout, *, moe: bool) -> list[Saved
             SavedTensor("feed-forward", before * model.width, False),
             SavedTensor("activated", after * model.width, False, cheap=True),
         ]
-    routed = model.moe.top_k * model.moe.capacity
-    width = routed * model.moe.ffn + model.moe.shared_ffn
+    width = model.moe.active_ffn
     # tokens sent to the experts and back; Megatron's experts weight their outputs before they leave (weighted_swiglu)
     copies = _input_bytes(layout) if layout.megatron else 2 * act
     if layout.sequence_parallel and layout.megatron:
@@ -134,7 +133,7 @@ def _feedforward(model: Transformer, layout: Layout, *, moe: bool) -> list[Saved
     return [
         SavedTensor("experts", before * width, False),
         SavedTensor("activated", after * width, False, cheap=True),
-        SavedTensor("routed tokens", copies * routed * model.hidden, True),
+        SavedTensor("routed tokens", copies * model.moe.routed * model.hidden, True),
         SavedTensor("router", 4 * model.moe.experts, True),
     ]
 
@@ -187,8 +186,8 @@ def _layer_bytes(model: Transformer, layout: Layout, recompute: str, moe: bool) 
     if key not in _per_token:
         _per_token[key] = _saved_per_token(model, layout, recompute, moe)
     always, replicated, split = _per_token[key]
-    tokens = layout.microbatch * sequence / layout.cp
-    return tokens * (always + replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+    per_token = always + replicated / layout.sequence_ways + split / layout.tp
+    return layout.rank_tokens(model) * per_token
 
 
 def _saved_per_token(model: Transformer, layout: Layout, recompute: str, moe: bool) -> _PerToken:
@@ -221,9 +220,8 @@ def _sac(model: Transformer, layout: Layout, *, moe: bool) -> tuple[float, float
     replicated = float(layout.residual_bytes * h)
     width = float(model.width)
     if moe and model.moe:
-        routed = model.moe.top_k * model.moe.capacity
-        width = routed * model.moe.ffn + model.moe.shared_ffn
-        replicated += 2 * act * routed * h
+        width = model.moe.active_ffn
+        replicated += 2 * act * model.moe.routed * h
     if model.gated and (model.moe.shared_ffn if moe and model.moe else model.width):
         replicated += act * h
     attention = act * (2 * q + k) + 4 * model.heads

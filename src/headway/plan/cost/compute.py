@@ -97,7 +97,7 @@ class LayerTime(NamedTuple):
 @lru_cache(maxsize=8192)
 def layer_gemms(model: Transformer, layout: Layout, *, moe: bool = False) -> tuple[Gemm, ...]:
     """Returns the products with weights in one layer, forward, on one rank."""
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     gemms = _projections(model, layout, tokens) + _feedforward_gemms(model, layout, tokens, moe=moe)
     return tuple(gemms + _state_space_gemms(model, layout, tokens) + _cross_gemms(model, layout, tokens))
 
@@ -200,7 +200,7 @@ def head_gemm(model: Transformer, layout: Layout) -> Gemm:
     """Returns the product of the output layer, forward, on one rank."""
     if model.image:
         return Gemm("head", layout.microbatch, model.hidden, max(1, model.image.classes))
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     return Gemm("head", tokens, model.hidden, model.vocab / layout.tp)
 
 
@@ -246,13 +246,12 @@ def elementwise_seconds(
 ) -> float:
     """Seconds of norms, residual adds, dropout, activation functions and rotations of one layer, forward."""
     act, res = layout.element_bytes.activation, layout.residual_bytes
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     h = model.hidden
     replicated = float((2 * (res + act) + 2 * 3 * res + (2 if model.dropout else 0)) * h)
     width, permuted = float(model.width), 0.0
     if moe and model.moe:
-        routed = model.moe.top_k * model.moe.capacity
-        width = routed * model.moe.ffn + model.moe.shared_ffn
+        routed, width = model.moe.routed, model.moe.active_ffn
         permuted = PERMUTE_PASSES[layout.dispatcher] * act * routed * h
         if model.bias == "all" and not (layout.compiled or layout.graphs == "step"):
             permuted += EXPERT_BIAS_BYTES / (1 + BACKWARD_TRAFFIC_RATIO) * routed * h
@@ -265,7 +264,7 @@ def elementwise_seconds(
         # the convolution, and the gate with its norm
         state, share = model.state_space, 1 - model.attention_share
         split += share * act * (2 * state.channels + 3 * state.inner)
-    traffic = tokens * (replicated / (layout.tp if layout.sequence_parallel else 1) + split / layout.tp)
+    traffic = tokens * (replicated / layout.sequence_ways + split / layout.tp)
     kernels = FORWARD_KERNELS * (0.5 if layout.compiled or layout.graphs == "step" else 1.0)
     stack = 1.0 if layout.megatron else COMPILED_TRAFFIC if layout.compiled else EAGER_TRAFFIC[model.norm]
     return stack * traffic / stream_bytes_per_s(device, constants) + kernels * constants.kernel_s
@@ -323,6 +322,7 @@ def launch_seconds(model: Transformer, layout: Layout, constants: Calibration, b
     return constants.kernel_s * others + max(0.0, ahead - busy)
 
 
+@lru_cache(maxsize=8192)
 def head_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Seconds of head and loss, forward and backward."""
     gemm = head_gemm(model, layout)
@@ -342,4 +342,4 @@ def _exponential_seconds(scores: float, device: Device) -> float:
 
 def stream_bytes_per_s(device: Device, constants: Calibration) -> float:
     """Bytes that an elementwise kernel reads and writes in a second."""
-    return device.hbm_GBps * 1e9 * device.hbm_achievable * constants.memory
+    return device.copy_bytes_per_s * constants.memory

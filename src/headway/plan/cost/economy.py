@@ -49,7 +49,7 @@ class Workload:
             if getattr(self, key) is not None:
                 checks.require_number(f"job.{key}", getattr(self, key))
         checks.require_number("job.pue", self.pue, above=0.999)
-        checks.require_choice("workload.async_checkpoint", self.async_checkpoint, (True, False))
+        checks.require_bools("job", self)
 
 
 def checkpoint_bytes(parameters: float, state_bytes_per_parameter: float, gradient_bytes: float) -> float:

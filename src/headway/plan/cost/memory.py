@@ -110,6 +110,11 @@ def reserved_range(allocated: float, layout: Layout, device: Device) -> tuple[fl
     return least, reserved_bytes(allocated * high, layout, device, factor=reserve.high)
 
 
+def needed_bytes(model: Transformer, layout: Layout, device: Device) -> float:
+    """Bytes that the fullest rank most likely takes from its device."""
+    return reserved_bytes(peak(model, layout).allocated, layout, device)
+
+
 def _accumulated_gradients(
     model: Transformer, layout: Layout, stage: int, parameters: RankParameters
 ) -> float:
@@ -206,9 +211,7 @@ def _between_stages(model: Transformer, layout: Layout, stage: int) -> float:
     """torch's pipeline keeps the outputs in flight, and a gradient buffer for each microbatch."""
     if layout.megatron or stage == layout.pp - 1:
         return 0.0
-    tokens = (
-        layout.microbatch * layout.tokens(model) / layout.cp / (layout.tp if layout.sequence_parallel else 1)
-    )
+    tokens = layout.rank_tokens(model) / layout.sequence_ways
     in_flight = schedule.in_flight(layout.pp, layout.microbatches, stage, layout.vpp, layout.schedule)
     return tokens * model.hidden * layout.residual_bytes * (in_flight + layout.microbatches * layout.vpp)
 
@@ -217,7 +220,7 @@ def _exchanged(model: Transformer, layout: Layout) -> float:
     """Context parallelism: a block of keys and values to send and one to receive, and as much for their gradients."""
     if layout.cp == 1:
         return 0.0
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     block = 2 * tokens * model.kv * model.dim * layout.element_bytes.activation / min(layout.tp, model.kv)
     return 4 * block
 
@@ -226,16 +229,16 @@ def _embedding(model: Transformer, layout: Layout, stage: int) -> float:
     """Embedding dropout saves a mask per microbatch in flight (Korthikanti, section 4.3: sbhp/t)."""
     if stage or not model.dropout:
         return 0.0
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     in_flight = schedule.in_flight(layout.pp, layout.microbatches, 0)
-    return tokens * model.hidden * in_flight / (layout.tp if layout.sequence_parallel else 1)
+    return tokens * model.hidden * in_flight / layout.sequence_ways
 
 
 def _logits(model: Transformer, layout: Layout) -> float:
     """Inputs of the final norm and of the head, and the logits in the loss."""
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     each = tokens * layout.element_bytes.activation * model.hidden
-    piece = each / (layout.tp if layout.sequence_parallel else 1)
+    piece = each / layout.sequence_ways
     inputs = piece + (piece if layout.megatron else each)  # torch saves the gathered input of the head
     if model.image:
         return inputs + layout.microbatch * model.image.classes * LOGIT_BYTES_TORCH

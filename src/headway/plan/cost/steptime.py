@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from math import log, sqrt
 
 from headway.plan.cost import collectives, compute
@@ -90,7 +89,11 @@ def _busy_parts(
         each: float = sum(count * getattr(cost, part) for count, cost in work[stage])
         return microbatches * each
 
-    head = microbatches * _head(model, layout, node.device, constants) if stage == layout.pp - 1 else 0.0
+    head = (
+        microbatches * compute.head_seconds(model, layout, node.device, constants)
+        if stage == layout.pp - 1
+        else 0.0
+    )
     return {
         "matrix products": both("products"),
         "attention": both("attention"),
@@ -111,7 +114,7 @@ def _stage_seconds(
     """Seconds of one microbatch on each stage, forward and backward."""
     fixed = _sends(model, layout, node, constants)
     seconds = [sum(count * cost.total for count, cost in stage) + fixed for stage in work]
-    seconds[-1] += _head(model, layout, node.device, constants)
+    seconds[-1] += compute.head_seconds(model, layout, node.device, constants)
     return seconds
 
 
@@ -161,11 +164,6 @@ def stage_passes(
     return [(share * each, (1 - share) * each) for each in seconds]
 
 
-@lru_cache(maxsize=8192)
-def _head(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
-    return compute.head_seconds(model, layout, device, constants)
-
-
 def _layer_costs(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
 ) -> tuple[LayerCost, LayerCost]:
@@ -208,9 +206,7 @@ def _tensor_parallel(
     if layout.tp == 1:
         return 0.0
     ranks = collectives.axis_group("tp", layout, node, constants)
-    size = (
-        layout.microbatch * layout.tokens(model) / layout.cp * model.hidden * layout.element_bytes.activation
-    )
+    size = layout.rank_tokens(model) * model.hidden * layout.element_bytes.activation
     # a reduce-scatter and an all-gather move what an all-reduce moves (Korthikanti, section 4.2.2)
     once = collectives.all_reduce(ranks, size)
     wide = _over_experts(model, layout, node, constants, size) if moe else once
@@ -256,7 +252,7 @@ def _context_parallel(
     if layout.cp == 1:
         return 0.0
     ranks = collectives.axis_group("cp", layout, node, constants)
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     block = 2 * tokens * model.kv * model.dim * layout.element_bytes.activation / min(layout.tp, model.kv)
     hops = (layout.cp - 1) * collectives.send(ranks, block)
     forward, backward = attention + repeated, constants.attention_backward * attention
@@ -285,7 +281,7 @@ def _expert_parallel(
     if layout.ep == 1 or model.moe is None:
         return 0.0
     ranks = collectives.axis_group("ep", layout, node, constants)
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp / layout.tp
+    tokens = layout.rank_tokens(model) / layout.tp
     size = tokens * model.hidden * layout.element_bytes.activation * model.moe.capacity
     inside = abroad = 1.0
     if layout.dispatcher == "fused":
@@ -317,7 +313,7 @@ def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibratio
     if layout.pp == 1 or (layout.vpp > 1 and layout.overlap):
         return 0.0
     ranks = collectives.axis_group("pp", layout, node, constants)
-    tokens = layout.microbatch * layout.tokens(model) / layout.cp
+    tokens = layout.rank_tokens(model)
     size = tokens * model.hidden * layout.element_bytes.activation / layout.tp
     return 2 * layout.vpp * collectives.send(ranks, size)
 
@@ -354,9 +350,8 @@ def _data_parallel(
             0.0, reduce - busy / m * 2 / 3
         )  # the backward of its microbatch hides a reduction
         # the weights of a sharded optimizer are gathered during the next forward, gradients are not
-        exposed += (
-            max(0.0, gathers - busy / m / 3) if layout.zero else gathers - min(gathers, busy / m * 2 / 3)
-        )
+        hidden = busy / m / 3 if layout.zero else busy / m * 2 / 3
+        exposed += max(0.0, gathers - hidden)
     if not layout.overlap:
         return gathers + reduces + besides
     total = gathers + reduces
@@ -376,11 +371,11 @@ def _over_shards(
     Experts are replicated on fewer ranks, which are on different nodes, each with its own share of the network.
     """
     ranks = collectives.shard_group(layout, node, constants)
-    if not parameters.experts:
-        return collectives.reduce_scatter(ranks, parameters.shared * width, pieces=units)
-    apart = collectives.expert_shard_group(layout, node, constants)
     shared = collectives.reduce_scatter(ranks, parameters.shared * width, pieces=units)
-    return shared + collectives.reduce_scatter(apart, parameters.experts * width, pieces=units)
+    if not parameters.experts:
+        return shared
+    ranks = collectives.expert_shard_group(layout, node, constants)
+    return shared + collectives.reduce_scatter(ranks, parameters.experts * width, pieces=units)
 
 
 def _unit_copies(count: float, layout: Layout, device: Device, constants: Calibration) -> float:

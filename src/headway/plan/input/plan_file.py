@@ -126,7 +126,7 @@ def read_model(given: object, directory: Path) -> Transformer:
         base = preset(str(keys.pop("preset")))
     else:
         return build(Transformer, "model", _with_parts(keys))
-    _check_keys(Transformer, "model", keys)
+    checks.require_known_keys("model", keys, [field.name for field in fields(Transformer)])
     return replace(base, **_with_parts(keys)) if keys else base
 
 
@@ -145,7 +145,7 @@ def read_node(given: object) -> Node:
         checks.require_known_keys("node", keys, ("device",))
         node = Node(str(name))
     else:
-        node = Node.of(name=str(name or "mine"), **keys)
+        node = Node.of(name=str(name or "mine"), **keys)  # type: ignore[arg-type]
     return node if price is None else node.with_price(price)
 
 
@@ -161,23 +161,13 @@ def read_calibration(given: object, directory: Path, node: object) -> Calibratio
 def build(cls: type[T], where: str, given: object) -> T:
     """Builds a settings dataclass from a mapping, and refuses unknown and missing keys."""
     keys = dict(checks.require_mapping(where, given))
-    _check_keys(cls, where, keys)
-    for field in fields(cls):  # type: ignore[arg-type]
-        needed = field.default is MISSING and field.default_factory is MISSING
-        if needed and field.name not in keys:
-            raise UsageError(f"{where} has no {field.name!r}; it needs {checks.listed(_required(cls))}")
+    every = fields(cls)  # type: ignore[arg-type]
+    checks.require_known_keys(where, keys, [field.name for field in every])
+    required = [f.name for f in every if f.default is MISSING and f.default_factory is MISSING]
+    for name in required:
+        if name not in keys:
+            raise UsageError(f"{where} has no {name!r}; it needs {checks.listed(required)}")
     return cls(**keys)
-
-
-def _check_keys(cls: type, where: str, keys: Mapping[str, object]) -> None:
-    checks.require_known_keys(where, keys, [field.name for field in fields(cls)])
-    for field in fields(cls):
-        if field.type == "bool" and field.name in keys:
-            checks.require_choice(f"{where}.{field.name}", keys[field.name], (True, False))
-
-
-def _required(cls: type) -> list[str]:
-    return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
 
 
 def _with_parts(keys: dict[str, object]) -> dict[str, Any]:

@@ -115,6 +115,11 @@ class Device:
         return self.peak_flops * self.achievable
 
     @property
+    def copy_bytes_per_s(self) -> float:
+        """Bytes that a copy in device memory reads and writes in a second."""
+        return self.hbm_GBps * 1e9 * self.hbm_achievable
+
+    @property
     def peer_bytes_per_s(self) -> float:
         """Bandwidth to the other devices of the node together, one direction."""
         return (self.nvlink_GBps or self.pcie_GBps) * 1e9
@@ -191,6 +196,10 @@ class Node:
             "gpus": self.gpus,
             "inter_Gbps": self.inter_bytes_per_s * 8e-9,
         }
+
+    def count_for(self, gpus: int) -> int:
+        """Returns the number of nodes that have this many GPUs."""
+        return -(-gpus // self.gpus)
 
     def describe(self) -> str:
         """Returns the GPUs and the network bandwidth as one line.

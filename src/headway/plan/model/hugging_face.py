@@ -75,9 +75,16 @@ def _qwen3(c: HubConfig) -> Transformer:
 
 
 def _mixtral(c: HubConfig) -> Transformer:
-    experts = c.number("num_local_experts")
-    moe = Moe(experts=experts, top_k=c.number("num_experts_per_tok"), ffn=c.number("intermediate_size"))
-    return replace(read_decoder(c), moe=moe)
+    return replace(read_decoder(c), moe=_local_experts(c))
+
+
+def _local_experts(c: HubConfig) -> Moe:
+    """Experts of Mixtral and gpt-oss: in every layer, each as wide as a dense feed-forward layer."""
+    return Moe(
+        experts=c.number("num_local_experts"),
+        top_k=c.number("num_experts_per_tok"),
+        ffn=c.number("intermediate_size"),
+    )
 
 
 def _qwen3_moe(c: HubConfig) -> Transformer:
@@ -138,11 +145,7 @@ def _mistral(c: HubConfig) -> Transformer:
 def _gpt_oss(c: HubConfig) -> Transformer:
     base = read_decoder(c)
     base = _windowed(c, base, "sliding_attention", base.layers - base.layers // 2)
-    moe = Moe(
-        experts=c.number("num_local_experts"),
-        top_k=c.number("num_experts_per_tok"),
-        ffn=c.number("intermediate_size"),
-    )
+    moe = _local_experts(c)
     return replace(
         base, bias="all", moe=moe, layer_extra=base.heads + moe.experts
     )  # sinks, the router's bias

@@ -144,24 +144,13 @@ class Layout:
         for key in ("shard", "sequence", "expert_tp", "recompute_layers"):
             if getattr(self, key) is not None:
                 checks.require_int(f"layout.{key}", getattr(self, key))
-        flags = (
-            "sequence_parallel",
-            "reshard",
-            "flash",
-            "overlap",
-            "tp_overlap",
-            "ep_overlap",
-            "offload",
-            "compiled",
-        )
-        for key in flags:
-            checks.require_choice(f"layout.{key}", getattr(self, key), (True, False))
+        checks.require_bools("layout", self)
         checks.require_number("layout.bucket_MB", self.bucket_MB)
         checks.require_choice("layout.zero", self.zero, (0, 1, 2, 3))
         checks.require_choice("layout.recompute", self.recompute, get_args(Recompute))
-        checks.require_choice("layout.schedule", self.schedule, ("1f1b", "zero-bubble"))
-        checks.require_choice("layout.dispatcher", self.dispatcher, ("fused", "all-to-all"))
-        checks.require_choice("layout.graphs", self.graphs, ("none", "layers", "step"))
+        checks.require_choice("layout.schedule", self.schedule, get_args(Schedule))
+        checks.require_choice("layout.dispatcher", self.dispatcher, get_args(Dispatcher))
+        checks.require_choice("layout.graphs", self.graphs, get_args(Graphs))
         checks.require_choice("layout.precision", self.precision, tuple(PRECISIONS))
         checks.require_choice("layout.optimizer", self.optimizer, tuple(OPTIMIZER_MOMENTS))
         if self.recompute_layers is not None and self.recompute == "none":
@@ -220,6 +209,11 @@ class Layout:
         if self.recompute_layers is None or not layers:
             return 1.0
         return min(1.0, self.recompute_layers / layers)
+
+    @property
+    def sequence_ways(self) -> int:
+        """Ranks that split the activations which tensor parallelism replicates."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def expert_ways(self) -> int:
@@ -308,6 +302,10 @@ class Layout:
     def tokens(self, model: Transformer) -> int:
         """Tokens per sample."""
         return model.tokens_per_sample if self.sequence is None or model.image else self.sequence
+
+    def rank_tokens(self, model: Transformer) -> float:
+        """Tokens of one microbatch on one context-parallel rank."""
+        return self.microbatch * self.tokens(model) / self.cp
 
     def describe(self) -> str:
         """Returns the layout as one short line.

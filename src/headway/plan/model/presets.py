@@ -49,9 +49,6 @@ def _dino(layers: int, hidden: int, heads: int, **other: object) -> Transformer:
     return replace(base, **other)  # type: ignore[arg-type]
 
 
-_MIXTRAL = _llama(32, 4096, 32, 8, 14336, 32000)
-
-
 def _gpt_oss(layers: int, experts: int) -> Transformer:
     base = _llama(layers, 2880, 64, 8, 2880, 201088)
     # a sink for each head, and a bias of the router; every other layer attends to 128 tokens
@@ -79,7 +76,7 @@ _PRESETS = {
     "llama-3.2-1b": replace(_llama(16, 2048, 32, 8, 8192), tied=True),
     "llama-3.2-3b": replace(_llama(28, 3072, 24, 8, 8192), tied=True),
     "mistral-7b-v0.1": replace(_llama(32, 4096, 32, 8, 14336, 32000), context=8192),
-    "mixtral-8x7b": replace(_MIXTRAL, moe=Moe(experts=8, top_k=2, ffn=14336)),
+    "mixtral-8x7b": replace(_llama(32, 4096, 32, 8, 14336, 32000), moe=Moe(experts=8, top_k=2, ffn=14336)),
     "qwen2.5-0.5b": _qwen(24, 896, 14, 2, 4864, vocab=151936, tied=True),
     "qwen2.5-7b": _qwen(28, 3584, 28, 4, 18944, vocab=152064, tied=False),
     "qwen2.5-72b": _qwen(80, 8192, 64, 8, 29568, vocab=152064, tied=False),

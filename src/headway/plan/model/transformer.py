@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from headway.errors import UsageError
 from headway.plan import checks
@@ -42,6 +42,7 @@ class Moe:
     """Tokens that an expert has room for, over its fair share; padding is computed and sent, too."""
 
     def __post_init__(self) -> None:
+        checks.require_bools("model.moe", self)
         checks.require_number("model.moe.capacity", self.capacity)
         for name in ("experts", "top_k", "ffn", "every"):
             checks.require_int(f"model.moe.{name}", getattr(self, name))
@@ -51,6 +52,16 @@ class Moe:
             raise UsageError(
                 f"model.moe.top_k is {self.top_k}; valid: 1 to model.moe.experts ({self.experts})"
             )
+
+    @property
+    def routed(self) -> float:
+        """Experts that a token is sent to, padding included."""
+        return self.top_k * self.capacity
+
+    @property
+    def active_ffn(self) -> float:
+        """Width of all experts that process a token, padding included."""
+        return self.routed * self.ffn + self.shared_ffn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +154,7 @@ class Image:
     layer_scale: bool = False
 
     def __post_init__(self) -> None:
+        checks.require_bools("model.image", self)
         for name in ("size", "patch", "channels"):
             checks.require_int(f"model.image.{name}", getattr(self, name))
         checks.require_int("model.image.classes", self.classes, at_least=0)
@@ -201,6 +213,7 @@ class Transformer:
     name: str = field(default="transformer", compare=False)
 
     def __post_init__(self) -> None:
+        checks.require_bools("model", self)
         checks.require_int("model.layers", self.layers, at_most=MOST_LAYERS)
         for key in ("hidden", "heads", "context"):
             checks.require_int(f"model.{key}", getattr(self, key))
@@ -218,9 +231,9 @@ class Transformer:
                 f"model.window_layers is {self.window_layers}; valid: 0 to {self.layers}, the number of layers"
                 + ("" if self.window else ", together with model.window")
             )
-        checks.require_choice("model.position", self.position, ("learned", "rope", "none"))
-        checks.require_choice("model.norm", self.norm, ("layernorm", "rmsnorm"))
-        checks.require_choice("model.bias", self.bias, ("all", "qkv", "none"))
+        checks.require_choice("model.position", self.position, get_args(Position))
+        checks.require_choice("model.norm", self.norm, get_args(Norm))
+        checks.require_choice("model.bias", self.bias, get_args(Bias))
         if self.head_dim is None and self.mla is None:
             checks.require_divisor("model.heads", self.heads, "model.hidden", self.hidden)
         checks.require_divisor("model.kv_heads", self.kv, "model.heads", self.heads)

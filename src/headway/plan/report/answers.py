@@ -128,7 +128,7 @@ def time_answers(
     for name, value in step.parts.items():
         part = bounds.parts[name]
         formula = f"{_TIME_FORMULAS[name]}; {part.source}"
-        source: Source = "measured" if part.source.startswith("measured") else "formula"
+        source: Source = "measured" if part.measured else "formula"
         found[f"time.part.{name}"] = approximate(
             value, part.low, part.high, "s", formula=formula, source=source
         )

@@ -12,10 +12,9 @@ from headway.plan.machine.hardware import FP8, Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
-_LINKS = {"tensor parallel": "tp", "expert parallel": "ep", "pipeline sends": "pp", "data parallel": "dp"}
+_LINKS = {"tensor parallel": "tp", "pipeline sends": "pp", "data parallel": "dp"}
 _KINDS = {"attention": "attention", "context parallel": "attention", "elementwise": "memory", "optimizer": "memory",
-          "stragglers": "jitter"}  # fmt: skip
-
+          "expert parallel": "experts", "stragglers": "jitter"}  # fmt: skip
 
 _RECURRENT = TimeInterval(0.7, 2.0, "no published step of a model with recurrent layers is known")
 
@@ -27,17 +26,13 @@ class TimeBounds(NamedTuple):
     low: float
     high: float
 
-    @property
-    def measured(self) -> bool:
-        return all(interval.source.startswith("measured") for interval in self.parts.values())
-
 
 def time_bounds(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime
 ) -> TimeBounds:
     """Returns the interval of a step: the sum of its parts' intervals, as if all erred in the same direction."""
     known = dict(intervals(node.device, constants, fp8=layout.precision in FP8))
-    if model.state_space and not known["products"].source.startswith("measured"):
+    if model.state_space and not known["products"].measured:
         known["products"] = _RECURRENT
     parts = {name: known[_kind(name, model, layout, node, constants)] for name in step.parts}
     total = step.total
@@ -54,8 +49,7 @@ def _kind(part: str, model: Transformer, layout: Layout, node: Node, constants: 
             if axis == "dp"
             else axis_group(axis, layout, node, constants)
         )
-        link = "peer" if group.nodes == 1 else "network"
-        return "experts" if axis == "ep" else link
+        return "peer" if group.nodes == 1 else "network"
     if part in _KINDS:
         return _KINDS[part]
     return "experts" if model.moe else "products"
@@ -65,7 +59,7 @@ def bound_notes(bounds: TimeBounds, step: StepTime) -> list[str]:
     """Says which times rest on no measurement of this machine, the largest first; parts below 5 % are left out."""
     unknown: dict[str, float] = {}
     for name, interval in bounds.parts.items():
-        if not interval.source.startswith("measured"):
+        if not interval.measured:
             unknown[interval.source] = unknown.get(interval.source, 0.0) + step.parts[name]
     ranked = sorted(unknown.items(), key=lambda item: -item[1])
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from headway.errors import DOES_NOT_FIT, DONE, UsageError, unknown_name
 from headway.plan import checks
@@ -20,7 +21,7 @@ from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 from headway.plan.report import answers, run_answers
 from headway.plan.report.bounds import bound_notes, time_bounds
-from headway.plan.report.quantity import Quantity
+from headway.plan.report.quantity import Quantity, exact
 from headway.plan.searcher.remedies import Remedy, find_remedies
 
 
@@ -44,7 +45,7 @@ class Estimate:
     """Seconds of one microbatch on each pipeline rank: `forward_s` and `backward_s`; of a zero-bubble schedule also
     `weights_owed`, the microbatches whose gradients of weights it may delay."""
     remedies: list[Remedy] = field(default_factory=list)
-    products: list[dict[str, object]] = field(default_factory=list)
+    products: list[dict[str, Any]] = field(default_factory=list)
     """The matrix products of a layer with their rooflines."""
     scaling: list[dict[str, float]] = field(default_factory=list)
     """Step time and efficiency with more data-parallel replicas."""
@@ -159,18 +160,16 @@ def estimate(
     found |= answers.memory_answers(model, layout, node.device, ranks)
     found |= answers.time_answers(model, layout, node, bounds, step)
     found |= run_answers.economy_answers(model, layout, node, bounds, step, workload)
-    found["device.memory"] = Quantity(
-        value=node.device.memory_bytes, low=node.device.memory_bytes, high=node.device.memory_bytes, unit="bytes",
-        formula=f"{node.device.name}: {node.device.source}", source="datasheet",
-    )  # fmt: skip
     needed, capacity = found["memory.needed"], node.device.memory_bytes
+    source = f"{node.device.name}: {node.device.source}"
+    found["device.memory"] = exact(capacity, "bytes", formula=source, source="datasheet")
     fits = needed.value <= capacity
     ways = find_remedies(
         model, layout, node, constants
     )  # if it runs out of memory all the same, its report has them
     return Estimate(
         title=f"{model.name}, {layout.describe()}",
-        node=f"{-(-layout.gpus // node.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",
+        node=f"{node.count_for(layout.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",
         answers=found,
         fits=fits,
         verdict=verdict(needed, capacity, ways),
@@ -224,15 +223,14 @@ def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
 
 def product_table(
     model: Transformer, layout: Layout, node: Node, constants: Calibration
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Returns each matrix product of a layer with size, roofline and time."""
     moe = model.moe_layers > 0
     gemms = [*compute.layer_gemms(model, layout, moe=moe), compute.head_gemm(model, layout)]
     if not layout.flash:  # fused attention is one kernel without a score matrix: see time.part.attention
         gemms += compute.attention_gemms(model, layout)
     rate = node.device.matrix_flops(layout.precision)
-    stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for gemm in gemms:
         traffic = gemm.bytes(layout.element_bytes.activation)
         rows.append(
@@ -244,7 +242,9 @@ def product_table(
                 "batch": round(gemm.batch),
                 "flops": gemm.flops,
                 "flops_per_byte": gemm.flops / traffic,
-                "bound": "arithmetic" if gemm.flops / rate >= traffic / stream else "memory",
+                "bound": "arithmetic"
+                if gemm.flops / rate >= traffic / node.device.copy_bytes_per_s
+                else "memory",
                 "seconds": compute.gemm_seconds(gemm, layout, node.device, constants),
             }
         )
@@ -266,8 +266,8 @@ def scaling_table(
             layout, dp=replicas, shard=None, global_batch=layout.global_batch // layout.dp * replicas
         )
         seconds = step_time(model, weak, node, constants).total
-        needed = memory.reserved_bytes(memory.peak(model, weak).allocated, weak, node.device)
-        if first is None and (needed <= node.device.memory_bytes or replicas >= layout.dp):
+        fits = memory.needed_bytes(model, weak, node.device) <= node.device.memory_bytes
+        if first is None and (fits or replicas >= layout.dp):
             first = seconds
         if first is None:
             replicas *= 2

@@ -12,7 +12,6 @@ Unit = Literal[
     "",
     "bytes",
     "s",
-    "1/s",
     "tokens/s",
     "samples/s",
     "FLOP",
@@ -108,7 +107,7 @@ def format_value(value: float, unit: Unit, *, like: float | None = None) -> str:
         return f"{100 * value:.{2 if fine else 1}f} %"
     if unit == "hours":
         return f"{value:,.1f} h" if size < 1000 else f"{value:,.0f} h"
-    if unit in ("tokens/s", "samples/s", "1/s"):
+    if unit in ("tokens/s", "samples/s"):
         return f"{value:,.0f} {unit}" if size >= 100 else f"{value:,.2f} {unit}"
     if unit in ("kWh", "money"):
         return f"{value:,.0f} {'kWh' if unit == 'kWh' else ''}".strip()

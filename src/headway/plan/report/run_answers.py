@@ -28,10 +28,9 @@ def economy_answers(
 
 
 def _checkpoint_answers(model: Transformer, layout: Layout, node: Node, workload: Workload) -> Answers:
-    nodes = -(-layout.gpus // node.gpus)
     per_parameter = states.bytes_per_parameter(layout)
     size = economy.checkpoint_bytes(model.parameters, per_parameter, layout.element_bytes.gradient)
-    written = economy.write_seconds(size, nodes, workload)
+    written = economy.write_seconds(size, node.count_for(layout.gpus), workload)
     copied = size / layout.gpus / (node.device.pcie_GBps * 1e9)
     mtbf = workload.mtbf_gpu_hours * 3600 / layout.gpus
     restart = workload.restart_s + written
@@ -88,7 +87,7 @@ def _loader_answers(
     bounds: tuple[float, float],
 ) -> Answers:
     low, high = bounds
-    nodes = -(-layout.gpus // node.gpus)
+    nodes = node.count_for(layout.gpus)
     usual = IMAGE_BYTES if model.image else 2.0 * layout.tokens(model)
     sample_bytes = workload.sample_bytes or usual
     found = {
@@ -140,21 +139,12 @@ def _totals(
         ),
     }
     if node.price_per_hour is not None:
-        nodes = -(-layout.gpus // node.gpus)
+        cost = hours * node.count_for(layout.gpus) * node.price_per_hour
         tokens = samples * layout.tokens(model)
         found["run.cost_per_million_tokens"] = approximate(
-            hours * nodes * node.price_per_hour / tokens * 1e6,
-            low,
-            high,
-            formula="run.cost / tokens x 1e6",
-            source="given",
+            cost / tokens * 1e6, low, high, formula="run.cost / tokens x 1e6", source="given"
         )
         found["run.cost"] = approximate(
-            hours * nodes * node.price_per_hour,
-            low,
-            high,
-            "money",
-            formula="node-hours x node.price_per_hour",
-            source="given",
+            cost, low, high, "money", formula="node-hours x node.price_per_hour", source="given"
         )
     return found

@@ -33,13 +33,10 @@ def schedule_passes(plan: Estimate) -> tuple[list[StagePass], int]:
         raise UsageError(
             f"the plan has {pp * vpp:,} pipeline chunks; a schedule of at most {_MAX_CHUNKS} is drawn"
         )
-    microbatches = layout["global_batch"] // (layout["dp"] * layout["microbatch"])
-    most = (
-        max(2, _MAX_PASSES // (2 * pp * pp * vpp)) * pp
-    )  # whole groups of pp, as the interleaved schedule needs
-    shown = min(microbatches, most)
+    # whole groups of pp, as the interleaved schedule needs
+    most = max(2, _MAX_PASSES // (2 * pp * pp * vpp)) * pp
+    shown = min(round(plan.answers["time.microbatches"].value), most)
     stages = [(s["forward_s"], s["backward_s"]) for s in plan.stages]
-    # plans that were saved before these were told delay all that they can
     owed = [int(s["weights_owed"]) for s in plan.stages if "weights_owed" in s]
     return play_schedule(stages, shown, vpp, layout["schedule"], owed), shown
 
@@ -79,16 +76,14 @@ def schedule_figure(plan: Estimate, width: int, colors: Sequence[str]) -> str:
     fills = dict(zip(_NAMES, colors, strict=False))
     end = max(each.end_s for each in passes)
     scale = (width - _LABEL_PX) / end
-    rows = [
-        f"<text x=0 y={rank * _ROW_PX + 14}>rank {rank}</text>" for rank in range(len(plan.stages))
-    ]  # fmt: skip
+    rows = [f"<text x=0 y={rank * _ROW_PX + 14}>rank {rank}</text>" for rank in range(len(plan.stages))]
     for each in passes:
         x, wide = _LABEL_PX + each.start_s * scale, (each.end_s - each.start_s) * scale
         y = each.rank * _ROW_PX
-        told = f"{_NAMES[each.direction]} of microbatch {each.microbatch}, chunk {each.chunk}"
+        title = f"{_NAMES[each.direction]} of microbatch {each.microbatch}, chunk {each.chunk}"
         rows.append(
             f"<rect x={x:.1f} y={y} width={max(0.2, wide - 0.6):.1f} height={_ROW_PX - 3} "
-            f"fill={fills[each.direction]}><title>{told}</title></rect>"
+            f"fill={fills[each.direction]}><title>{title}</title></rect>"
         )
         if wide >= _READABLE_PX:
             middle = x + wide / 2
@@ -103,7 +98,5 @@ def schedule_figure(plan: Estimate, width: int, colors: Sequence[str]) -> str:
 
 
 def _left_out(plan: Estimate, shown: int) -> str:
-    layout = plan.inputs["layout"]
-    assert isinstance(layout, Mapping)
-    microbatches = layout["global_batch"] // (layout["dp"] * layout["microbatch"])
-    return f"; {shown} of {microbatches} microbatches" if shown < microbatches else ""
+    microbatches = plan.answers["time.microbatches"].value
+    return f"; {shown} of {microbatches:.0f} microbatches" if shown < microbatches else ""

@@ -70,8 +70,8 @@ def _scatter(found: SearchResult) -> str:
 
 
 def _dot(row: Candidate, x: float, y: float, size: float, fill: str) -> str:
-    told = f"{row.layout.describe()}: {row.seconds:.3g} s, {row.needed / GIB:.1f} GiB"
-    return f"<circle cx={x:.1f} cy={y:.1f} r={size} fill='{fill}'><title>{escape(told)}</title></circle>"
+    title = f"{row.layout.describe()}: {row.seconds:.3g} s, {row.needed / GIB:.1f} GiB"
+    return f"<circle cx={x:.1f} cy={y:.1f} r={size} fill='{fill}'><title>{escape(title)}</title></circle>"
 
 
 @dataclass(frozen=True, kw_only=True)

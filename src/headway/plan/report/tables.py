@@ -63,8 +63,8 @@ def _products(plan: Estimate) -> RenderableType | None:
     for row in plan.products:
         several = "" if row["batch"] == 1 else f"{row['batch']} of "
         table.add_row(
-            str(row["name"]), f"{several}{row['m']}x{row['k']}x{row['n']}", format_value(_number(row["flops"]), "FLOP"),
-            f"{_number(row['flops_per_byte']):.0f}", str(row["bound"]), format_value(_number(row["seconds"]), "s"),
+            row["name"], f"{several}{row['m']}x{row['k']}x{row['n']}", format_value(row["flops"], "FLOP"),
+            f"{row['flops_per_byte']:.0f}", row["bound"], format_value(row["seconds"], "s"),
         )  # fmt: skip
     return Group(table, Text(""))
 
@@ -106,7 +106,3 @@ def _ranking(title: str, rows: list[Candidate]) -> RenderableType:
             format_value(row.most, "bytes"), str(row.layout.microbatches), "yes" if row.layout.trainable else "",
         )  # fmt: skip
     return Group(table, Text(""))
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -117,8 +117,8 @@ def search(
     _check_size(model, node, gpus, global_batch, base)
     capacity = node.device.memory_bytes
     tried, smallest, fitting, recomputing = 0, float("inf"), list[Candidate](), list[Candidate]()
-    for whole, less in _ways(model, node, gpus, global_batch, base, trainable=trainable):
-        found, least = _fitting_ways(model, node, constants, whole, less)
+    for full, less in _variants(model, node, gpus, global_batch, base, trainable=trainable):
+        found, least = _fitting_variants(model, node, constants, full, less)
         tried, smallest = tried + 1 + len(less), min(smallest, least)
         fitting += found
         saves_all = found and found[-1].safe and found[-1].layout.recompute == "none"
@@ -151,33 +151,34 @@ def _without_degrees(base: Layout) -> Layout:
     )  # fmt: skip
 
 
-def _fitting_ways(
-    model: Transformer, node: Node, constants: Calibration, whole: Layout, less: tuple[Recompute, ...]
+def _fitting_variants(
+    model: Transformer, node: Node, constants: Calibration, full: Layout, less: tuple[Recompute, ...]
 ) -> tuple[list[Candidate], float]:
-    """The ways to recompute in which a layout fits, and the bytes that the smallest of those tried needs."""
+    """The variants of a layout that fit, and the bytes that the smallest of those tried needs."""
     found, smallest = [], float("inf")
-    for layout in chain([whole], (replace(whole, recompute=way) for way in less)):
-        allocated = memory.peak(model, layout).allocated
-        smallest = min(smallest, memory.reserved_bytes(allocated, layout, node.device))
-        candidate = _candidate(model, layout, node, constants, allocated)
-        if candidate is None and not layout.compiled:
-            break  # what recomputes less needs more
-        found += [candidate] if candidate else []
+    for layout in chain([full], (replace(full, recompute=way) for way in less)):
+        needed, most = _needed_bytes(model, layout, node.device)
+        smallest = min(smallest, needed)
+        if needed <= node.device.memory_bytes:
+            found.append(_candidate(model, layout, node, constants, needed, most))
+        elif not layout.compiled:
+            break  # a variant that recomputes less needs more
     return found, smallest
 
 
+def _needed_bytes(model: Transformer, layout: Layout, device: Device) -> tuple[float, float]:
+    """Bytes that the fullest rank takes from its device, most likely and at most."""
+    allocated = memory.peak(model, layout).allocated
+    most = memory.reserved_range(allocated, layout, device)[1]
+    return memory.reserved_bytes(allocated, layout, device), most
+
+
 def _candidate(
-    model: Transformer, layout: Layout, node: Node, constants: Calibration, allocated: float
-) -> Candidate | None:
-    """The layout with its time, if it fits."""
-    needed, capacity = memory.reserved_bytes(allocated, layout, node.device), node.device.memory_bytes
-    if needed > capacity:
-        return None
-    step, most = (
-        step_time(model, layout, node, constants),
-        memory.reserved_range(allocated, layout, node.device)[1],
-    )
-    return Candidate(layout=layout, needed=needed, most=most, step=step, safe=most <= capacity)
+    model: Transformer, layout: Layout, node: Node, constants: Calibration, needed: float, most: float
+) -> Candidate:
+    step = step_time(model, layout, node, constants)
+    safe = most <= node.device.memory_bytes
+    return Candidate(layout=layout, needed=needed, most=most, step=step, safe=safe)
 
 
 def _recomputing_less(
@@ -194,9 +195,8 @@ def _recomputing_less(
         if _least_seconds(found) >= fastest:
             break
         layout = _fewest_recomputed(model, found.layout, node.device)
-        allocated = memory.peak(model, layout).allocated
-        better = None if layout is found.layout else _candidate(model, layout, node, constants, allocated)
-        if better is not None:
+        if layout is not found.layout:
+            better = _candidate(model, layout, node, constants, *_needed_bytes(model, layout, node.device))
             fastest = min(fastest, better.seconds)
             less.append(better)
     return less
@@ -224,7 +224,7 @@ def _fewest_recomputed(model: Transformer, layout: Layout, device: Device) -> La
     while high - low > 1:
         middle = (low + high) // 2
         some = replace(layout, recompute_layers=middle)
-        if memory.reserved_range(memory.peak(model, some).allocated, some, device)[1] <= device.memory_bytes:
+        if _needed_bytes(model, some, device)[1] <= device.memory_bytes:
             found, high = some, middle
         else:
             low = middle
@@ -238,7 +238,7 @@ _MOST_LAYOUTS = 150_000
 
 def _check_size(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> None:
     """Refuses a search that would take minutes, before it begins."""
-    most = _MOST_LAYOUTS // _WAYS
+    most = _MOST_LAYOUTS // _MOST_VARIANTS
     count = sum(1 for _ in islice(_choices(model, node, gpus, global_batch, base), most + 1))
     if count > most:
         raise UsageError(
@@ -249,26 +249,25 @@ def _check_size(model: Transformer, node: Node, gpus: int, global_batch: int, ba
 
 def layouts(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> Iterator[Layout]:
     """Yields every sensible layout: tensor parallelism inside a node, pipeline stages of about equal size."""
-    for whole, less in _ways(model, node, gpus, global_batch, base):
-        yield whole
-        yield from (replace(whole, recompute=way) for way in less)
+    for full, less in _variants(model, node, gpus, global_batch, base):
+        yield full
+        yield from (replace(full, recompute=way) for way in less)
 
 
-_WAYS = 3
-"""Ways to recompute that a search tries: nothing, what is cheap, and whole layers."""
+_MOST_VARIANTS = 3
+"""Variants of a layout that a search tries: nothing is recomputed, only cheap operations, or whole layers."""
 
 
-def _ways(
+def _variants(
     model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout, *, trainable: bool = False
 ) -> Iterator[tuple[Layout, tuple[Recompute, ...]]]:
     """Yields every layout with whole layers recomputed, and the ways to recompute less, the least last."""
-    cheaply: Recompute = "modules" if base.megatron else "sac"  # what its stack offers
-    less: tuple[Recompute, ...] = ("none",) if trainable else (cheaply if base.flash else "selective", "none")
+    cheap: Recompute = "modules" if base.megatron else "sac"  # what each stack offers
+    less: tuple[Recompute, ...] = ("none",) if trainable else (cheap if base.flash else "selective", "none")
     for keys in _choices(model, node, gpus, global_batch, base):
-        same = {"global_batch": global_batch, "shard": None, "recompute_layers": None, **keys}
-        whole = replace(base, **same, recompute="full")
-        if whole.trainable or not trainable:
-            yield whole, less
+        full = replace(base, global_batch=global_batch, recompute="full", **keys)
+        if full.trainable or not trainable:
+            yield full, less
 
 
 def _choices(
@@ -390,14 +389,13 @@ def _reasons(
         reasons.append(_compared(model, node, constants, best, against))
     for name, keys in _common_layouts(node, gpus):
         try:
-            layout = replace(base, global_batch=global_batch, shard=None, **keys)  # type: ignore[arg-type]
+            layout = replace(base, global_batch=global_batch, **keys)  # type: ignore[arg-type]
             layout.check_model(model)
         except UsageError as error:
             reasons.append(f"{name}: not possible: {error}")
             continue
-        allocated, capacity = memory.peak(model, layout).allocated, node.device.memory_bytes
-        needed = memory.reserved_bytes(allocated, layout, node.device)
-        most = memory.reserved_range(allocated, layout, node.device)[1]
+        capacity = node.device.memory_bytes
+        needed, most = _needed_bytes(model, layout, node.device)
         if needed > capacity:
             reasons.append(f"{name}: needs {needed / GIB:.0f} GiB of {capacity / GIB:.0f}")
             continue
@@ -413,13 +411,16 @@ def _compared(
 ) -> str:
     """Says what the layout that was given costs, and where its time goes."""
     against.check_model(model)
-    allocated, have = memory.peak(model, against).allocated, node.device.memory_bytes
-    needed = memory.reserved_bytes(allocated, against, node.device)
-    most = memory.reserved_range(allocated, against, node.device)[1]
+    capacity = node.device.memory_bytes
+    needed, most = _needed_bytes(model, against, node.device)
     step = step_time(model, against, node, constants)
-    fits = "" if needed <= have else f" (it needs {needed / GIB:.0f} GiB of {have / GIB:.0f})"
-    if needed <= have < most:
-        fits = f" (it may not fit: it needs {needed / GIB:.0f} to {most / GIB:.0f} GiB of {have / GIB:.0f})"
+    fits = ""
+    if needed > capacity:
+        fits = f" (it needs {needed / GIB:.0f} GiB of {capacity / GIB:.0f})"
+    elif most > capacity:
+        fits = (
+            f" (it may not fit: it needs {needed / GIB:.0f} to {most / GIB:.0f} GiB of {capacity / GIB:.0f})"
+        )
     ratio = step.total / best.seconds - 1
     if abs(ratio) < 0.0005:
         return f"{against.describe()}, which was given, is as fast: {step.total:.3g} s per step{fits}"
@@ -469,11 +470,6 @@ def _common_layouts(node: Node, gpus: int) -> list[tuple[str, dict[str, object]]
         ("fully sharded, blocks checkpointed", {"dp": gpus, "zero": 3, "recompute": "full"}),
     ]
     if inside > 1:
-        split: dict[str, object] = {
-            "tp": inside,
-            "dp": gpus // inside,
-            "zero": 1,
-            "sequence_parallel": True,
-        }
-        common.append((f"tensor parallel {inside} in the node, ZeRO 1 across", split))
+        name = f"tensor parallel {inside} in the node, ZeRO 1 across"
+        common.append((name, {"tp": inside, "dp": gpus // inside, "zero": 1, "sequence_parallel": True}))
     return common

@@ -46,14 +46,14 @@ def find_remedies(model: Transformer, layout: Layout, node: Node, constants: Cal
 def _try_changes(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, changes: list[Change]
 ) -> list[Remedy]:
-    before = memory.reserved_bytes(memory.peak(model, layout).allocated, layout, node.device)
+    before = memory.needed_bytes(model, layout, node.device)
     seconds = step_time(model, layout, node, constants).total * layout.gpus
     found = []
     for change, keys in changes:
         other = _valid(model, layout, keys)
         if other is None:
             continue
-        needed = memory.reserved_bytes(memory.peak(model, other).allocated, other, node.device)
+        needed = memory.needed_bytes(model, other, node.device)
         if needed < 0.99 * before:
             slowdown = step_time(model, other, node, constants).total * other.gpus / seconds
             fits = needed <= node.device.memory_bytes
@@ -88,8 +88,8 @@ def _changes(model: Transformer, layout: Layout, node: Node) -> list[Change]:
     if layout.tp > 1 and not layout.sequence_parallel:
         changes.append(("sequence parallelism", {"sequence_parallel": True}))
     if layout.tp * 2 <= node.gpus:
-        twice = {"tp": layout.tp * 2, "sequence_parallel": True}
-        changes.append((f"tp {layout.tp * 2} (twice the GPUs)", dict(twice)))
+        twice = layout.tp * 2
+        changes.append((f"tp {twice} (twice the GPUs)", {"tp": twice, "sequence_parallel": True}))
     return changes
 
 

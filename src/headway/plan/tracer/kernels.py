@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headway.plan.cost.compute import stream_bytes_per_s
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
 
@@ -20,10 +21,9 @@ class Kernel(NamedTuple):
 
     def seconds(self, node: Node, constants: Calibration) -> float:
         """Time on the device: the slower of arithmetic and memory traffic."""
-        stream = node.device.hbm_GBps * 1e9 * node.device.hbm_achievable * constants.memory
-        done = self.flops / 2 if self.operation.endswith("(causal)") else self.flops
+        flops = self.flops / 2 if self.operation.endswith("(causal)") else self.flops
         rate = node.device.matrix_flops("bf16") * constants.matrix
-        return max(done / rate, self.bytes / stream) + _KERNEL_GAP_S
+        return max(flops / rate, self.bytes / stream_bytes_per_s(node.device, constants)) + _KERNEL_GAP_S
 
 
 def launch_seconds(phase: str, constants: Calibration) -> float:

@@ -18,7 +18,12 @@ from headway.plan import checks
 from headway.plan.machine.calibration import Calibration, calibration_file, load_calibration
 from headway.plan.machine.efficiency import default_calibration, scoped_calibration
 from headway.plan.machine.hardware import Device, Node, find_device
-from headway.plan.tracer.request import FunctionReference, function_reference, trace_modules
+from headway.plan.tracer.request import (
+    FunctionReference,
+    function_reference,
+    process_failure,
+    trace_modules,
+)
 from headway.plan.tracer.result import TraceResult
 from headway.plan.tracer.settings import TraceSettings
 from headway.plan.yaml_reader import read_yaml
@@ -128,7 +133,7 @@ def measure_module(
     fitted, notes = fit_calibration(traces, measured, settings.batch_size, node, constants)
     used = {settings.batch_size, order[0]}
     rows = [
-        _comparison(size, traces[size], measured[size], node, fitted, known=size in used) for size in sizes
+        _comparison(size, traces[size], measured[size], node, fitted, fitted=size in used) for size in sizes
     ]
     return Measurement(
         device=result["device"], rows=rows, calibration=fitted, notes=notes + find_anomalies(measured)
@@ -232,7 +237,7 @@ def _comparison(
     node: Node,
     constants: Calibration,
     *,
-    known: bool,
+    fitted: bool,
 ) -> Comparison:
     row = rows[0]
     return Comparison(
@@ -243,7 +248,7 @@ def _comparison(
         measured_allocated=row.get("allocated"),
         predicted_reserved=found.reserved,
         measured_reserved=row.get("reserved"),
-        fitted=known,
+        fitted=fitted,
     )
 
 
@@ -253,10 +258,10 @@ def calibrate(
     """Measures this machine. Returns the node as in a plan file, the constants, and the raw numbers."""
     with tempfile.TemporaryDirectory(prefix="headway-calibrate-") as own:
         found = _probe({"kind": "machine", "directory": str(directory or own), "loader": loader}, timeout)
-    return describe_machine(found)
+    return *describe_machine(found), found
 
 
-def describe_machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibration, dict[str, Any]]:
+def describe_machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibration]:
     """Turns raw measurements into a node and constants. An unknown device is described by its measured speed."""
     products = found["products_TFLOPS"]
     known = _catalog_device(found["device"])
@@ -281,7 +286,7 @@ def describe_machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibrat
     own = {
         "matrix": min(1.0, typical / rate),
         "attention": min(1.0, found["attention_TFLOPS"] * 1e12 / chip.attention_flops),
-        "memory": min(1.2, found["copy_bytes_per_s"] / (chip.hbm_GBps * 1e9 * chip.hbm_achievable)),
+        "memory": min(1.2, found["copy_bytes_per_s"] / chip.copy_bytes_per_s),
         "kernel_s": found["launch_s"],
         **_peer(found, chip),
     }
@@ -292,7 +297,7 @@ def describe_machine(found: dict[str, Any]) -> tuple[dict[str, object], Calibrat
         measured=tuple(own),
         **own,
     )
-    return {"name": "this", "device": described, "gpus": found["gpus"]}, constants, found
+    return {"name": "this", "device": described, "gpus": found["gpus"]}, constants
 
 
 def _peer(found: dict[str, Any], chip: Device) -> dict[str, float]:
@@ -382,8 +387,7 @@ def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
                 f"the measurement took longer than {timeout:.0f} s; measure a smaller batch"
             ) from error
         if not out.exists():
-            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no output")
-            raise HeadwayError(f"the measuring process ended with exit code {done.returncode}: {last[:300]}")
+            raise HeadwayError(f"the measuring process {process_failure(done)}")
         found: dict[str, Any] = json.loads(out.read_text())
     if "error" in found:
         raise UsageError(str(found["error"]))

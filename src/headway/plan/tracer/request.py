@@ -167,15 +167,17 @@ def _trace_in_process(every: Sequence[TraceSettings], timeout: float) -> list[di
         for index in range(len(every)):
             file = Path(directory) / f"{index}.json"
             if not file.exists():
-                return [*results, {"error": _process_failure(done.returncode, done.stderr)}]
+                return [*results, {"error": f"the tracing process {process_failure(done)}"}]
             results.append(json.loads(file.read_text()))
         return results
 
 
-def _process_failure(code: int, stderr: str) -> str:
-    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "no output")
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"the tracing process {how}: {last[:300]}"
+def process_failure(done: subprocess.CompletedProcess[str]) -> str:
+    """Returns how a process ended, with the last line that it wrote, as the end of a sentence."""
+    code = done.returncode
+    last = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "no output")
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{how}: {last[:300]}"
 
 
 def function_reference(function: FunctionReference) -> str:

@@ -9,7 +9,7 @@ from headway.errors import UsageError
 from headway.plan.cost.memory import RESERVE, RESERVE_FSDP
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Device, Node
-from headway.plan.model.layout import Layout
+from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
 from headway.plan.report.estimates import Estimate, verdict
 from headway.plan.report.quantity import UNBOUNDED, Quantity, approximate, exact, format_value
 from headway.plan.searcher.remedies import Remedy
@@ -68,10 +68,10 @@ class TraceResult:
                 products += count * kernel.seconds(node, constants)
             else:
                 others += count * kernel.seconds(node, constants)
-        every: list[tuple[str, float]] = [(phase, 1.0) for phase, _ in self.queue]
-        launches = sum(
-            launch_seconds(phase, constants) * count for phase, count in every or [("", self.launches)]
-        )
+        if self.queue:
+            launches = sum(launch_seconds(phase, constants) for phase, _ in self.queue)
+        else:
+            launches = constants.kernel_s * self.launches
         return products * constants.scale, others * constants.scale, launches
 
     @property
@@ -88,12 +88,12 @@ class TraceResult:
         if not self.queue:
             products, others, launches = self.seconds(node, constants)
             return max(products + others, launches)
-        took = {kernel: kernel.seconds(node, constants) * constants.scale for kernel in self.kernel_counts}
-        needs = {phase: launch_seconds(phase, constants) for phase in {phase for phase, _ in self.queue}}
+        seconds = {kernel: kernel.seconds(node, constants) * constants.scale for kernel in self.kernel_counts}
+        launch = {phase: launch_seconds(phase, constants) for phase in {phase for phase, _ in self.queue}}
         host = device = 0.0
         for phase, kernel in self.queue:
-            host += needs[phase]
-            device = max(device, host) + took[kernel]
+            host += launch[phase]
+            device = max(device, host) + seconds[kernel]
         return device
 
 
@@ -175,44 +175,27 @@ def _memory(found: TraceResult, device: Device, high: float) -> dict[str, Quanti
             found.trainable, formula="parameters that require gradients", source="trace"
         ),
     }
-    total = sum(found.by_label.values())
+
+    def add(key: str, size: float, low: float, high: float, formula: str) -> None:
+        answers[f"memory.{key}"] = approximate(size, low, high, "bytes", formula=formula, source="trace")
+
     for name, size in sorted(found.by_label.items(), key=lambda item: -item[1]):
-        answers[f"memory.part.{name}"] = approximate(
-            size,
-            ALLOCATED_LOW,
-            ALLOCATED_HIGH,
-            "bytes",
-            formula="alive at the peak of the step",
-            source="trace",
-        )
-    slack = found.allocated - total
+        add(f"part.{name}", size, ALLOCATED_LOW, ALLOCATED_HIGH, "alive at the peak of the step")
+    slack = found.allocated - sum(found.by_label.values())
     if slack > 0:
-        answers["memory.part.unsplit blocks"] = exact(
+        add(
+            "part.unsplit blocks",
             slack,
-            "bytes",
-            formula="remainders of cached blocks that the allocator does not split",
-            source="trace",
+            1,
+            1,
+            "remainders of cached blocks that the allocator does not split",
         )
-    answers["memory.allocated"] = approximate(
-        found.allocated,
-        ALLOCATED_LOW,
-        ALLOCATED_HIGH,
-        "bytes",
-        formula="peak of all storages in the second step",
-        source="trace",
-    )
-    answers["memory.reserved"] = approximate(
-        found.reserved, RESERVED_LOW, high, "bytes",
-        formula="the caching allocator, replayed on the log of the steps", source="trace",
-    )  # fmt: skip
-    answers["memory.needed"] = approximate(
-        needed_bytes(found, device),
-        RESERVED_LOW,
-        high,
-        "bytes",
-        formula=f"memory.reserved{device.context_text}",
-        source="trace",
-    )
+    peak = "peak of all storages in the second step"
+    add("allocated", found.allocated, ALLOCATED_LOW, ALLOCATED_HIGH, peak)
+    replay = "the caching allocator, replayed on the log of the steps"
+    add("reserved", found.reserved, RESERVED_LOW, high, replay)
+    context = f"memory.reserved{device.context_text}"
+    add("needed", needed_bytes(found, device), RESERVED_LOW, high, context)
     return answers
 
 
@@ -269,7 +252,7 @@ def _remedy(name: str, other: TraceResult, before: TraceResult, node: Node, cons
 def _states_only(title: str, found: TraceResult, settings: TraceSettings, node: Node) -> Estimate:
     """Estimates from the model states alone: a lower bound, for a module that cannot run without data."""
     weights, gradients = (found.state_bytes.get(key, 0.0) for key in ("parameters", "gradients"))
-    moments = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}.get(settings.optimizer, 2)
+    moments = OPTIMIZER_MOMENTS.get(settings.optimizer, 2)
     total = (weights + gradients * (1 + moments)) / settings.fsdp + node.device.context_bytes
     answers = {"parameters": exact(found.parameters, formula="counted on the module", source="trace")}
     answers["memory.needed"] = Quantity(

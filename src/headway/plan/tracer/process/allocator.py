@@ -9,6 +9,7 @@ from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _MIB = 1 << 20
@@ -99,7 +100,7 @@ class Allocator:
                 block.after.before = block
 
 
-def replay(events: list[tuple[int, int]], *, built: int, start: int) -> tuple[int, int]:
+def replay(events: Sequence[tuple[int, int]], *, built: int, start: int) -> tuple[int, int]:
     """Returns the peak of allocated bytes from event `start` on, and of reserved bytes since event `built`.
 
     At `built`, when the model is complete, live storages are allocated again from scratch: large models are built on

@@ -50,7 +50,7 @@ def _where(error: Exception) -> str:
 
 def _result(step: StepTracer) -> dict[str, Any]:
     meter = step.meter
-    allocated, reserved = allocator.replay(list(meter.events), built=step.built_at, start=step.measured_from)
+    allocated, reserved = allocator.replay(meter.events, built=step.built_at, start=step.measured_from)
     by_label, by_module = replay_peak(meter, _UNLABELED, step.measured_from)
     counts = Counter(kernel for _, kernel in meter.queue)
     numbers = {kernel: number for number, kernel in enumerate(counts)}
