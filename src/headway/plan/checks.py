@@ -40,14 +40,14 @@ def require_number(key: str, value: object, *, above: float = 0.0, at_most: floa
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message shows it: not more than 80 characters.
+    """Formats a value for a message, in at most 80 characters.
 
     >>> shown("8"), shown(16**5000)
     ("'8'", 'a number of thousands of digits')
     """
     try:
         return f"{value!r:.80}"
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to format integers of more than 4,300 digits
         return "a number of thousands of digits"
 
 
@@ -84,7 +84,7 @@ def require_mapping(where: str, value: object) -> Mapping[str, object]:
 
 
 def require_mapping_in(file: str, value: object) -> Mapping[str, object]:
-    """Returns what a file holds if it is a mapping. The message holds nothing of it: it may be any file."""
+    """Returns the content of a file if it is a mapping. The message does not quote it: it may be any file."""
     if not _has_names(value):
         kind = {list: "a list", dict: "a mapping with other keys than names", type(None): "nothing"}
         found = kind.get(type(value), "plain text or a number")

@@ -1,4 +1,4 @@
-"""Reads files that may come from anybody: bounded size, no wait for a pipe, and errors of one sentence."""
+"""Reads untrusted files: bounded size, no waiting for a pipe, and errors of one sentence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from headway.errors import UsageError
 
 _MAX_BYTES = 1 << 20
 MAX_DIGITS = 100
-"""Characters of a whole number; what is longer is no number of a plan, and takes long to convert and to compute."""
+"""Characters of a whole number. A longer one is not a valid number of a plan, and takes long to convert."""
 
 
 def read_text(path: str | Path, *, what: str, max_bytes: int = _MAX_BYTES) -> str:
-    """Returns the text of a file; `what` is the file that is expected, for messages."""
+    """Returns the text of a file; `what` is the kind of file that is expected, for messages."""
     file = Path(path)
     try:
         with open(file, "rb", opener=_open_without_waiting) as stream:
-            # those of a shell, <(command) and /dev/stdin, have a writer
+            # the pipes of a shell, <(command) and /dev/stdin, have a writer
             if S_ISFIFO(os.fstat(stream.fileno()).st_mode) and file.parts[:2] not in (
                 ("/", "dev"),
                 ("/", "proc"),
@@ -37,7 +37,7 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = _MAX_BYTES) -> st
 
 
 def read_json(path: str | Path, *, what: str, max_bytes: int = _MAX_BYTES) -> object:
-    """Returns what a JSON file holds."""
+    """Returns the content of a JSON file."""
     text = read_text(path, what=what, max_bytes=max_bytes)
     try:
         return json.loads(text, parse_int=_parse_int)

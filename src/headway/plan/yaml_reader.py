@@ -1,4 +1,4 @@
-"""Reads YAML files that may come from anybody: bounded size and depth, plain data only, errors with the line."""
+"""Reads untrusted YAML files: bounded size and depth, plain data only, errors with the line number."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from headway.plan.model.transformer import Transformer
 
 
 class SavedTensor(NamedTuple):
-    """One saved tensor: its bytes per token, and what splits it."""
+    """One saved tensor: its bytes per token, and how they are split."""
 
     name: str
     bytes: float
@@ -23,12 +23,12 @@ class SavedTensor(NamedTuple):
     core: bool = False
     """Part of the attention core, which selective recomputation does not save."""
     cheap: bool = False
-    """What recompute `modules` computes again: the output of a norm, of an activation, or of MLA's up-projections."""
+    """Recomputed with recompute `modules`: the output of a norm, of an activation, or of MLA's up-projections."""
     gathered: bool = False
-    """Gathered along the sequence: Megatron saves its shard and gathers again, torch saves the full tensor."""
+    """Gathered along the sequence: Megatron saves its shard and gathers it again, torch saves the full tensor."""
 
     def scaled(self, share: float) -> SavedTensor:
-        """The mean over layers of which only this share has the tensor."""
+        """Returns the mean over layers of which only this fraction has the tensor."""
         return self._replace(bytes=share * self.bytes)
 
 
@@ -48,20 +48,20 @@ def saved_tensors(model: Transformer, layout: Layout, *, moe: bool = False) -> t
     saved += _cross_attention(model, layout)
     saved.append(SavedTensor("attention dropout mask", model.attentions * mask * h, True))
     if moe or model.width:
-        own = act if moe else _input_bytes(layout)  # a router needs it in 16 bits
-        saved.append(SavedTensor("feed-forward input", own * h, True, cheap=True, gathered=True))
+        width = act if moe else _input_bytes(layout)  # a router needs its input in 16 bits
+        saved.append(SavedTensor("feed-forward input", width * h, True, cheap=True, gathered=True))
         saved += _feedforward(model, layout, moe=moe)
         saved.append(SavedTensor("feed-forward dropout mask", mask * h, True))
     return tuple(entry for entry in saved if entry.bytes)
 
 
 def _input_bytes(layout: Layout) -> int:
-    """Bytes of an element that only a product's gradient needs: Transformer Engine saves it as it was multiplied."""
+    """Bytes per element of an input that only a product needs: Transformer Engine saves it in fp8, as multiplied."""
     return 1 if layout.precision == "fp8" else layout.element_bytes.activation
 
 
 def _state_space(model: Transformer, act: int) -> list[SavedTensor]:
-    """What a fused scan saves: its projected input, the convolved one, and its output before and after the gate."""
+    """Tensors that a fused scan saves: projected and convolved input, and the output before and after the gate."""
     if model.state_space is None:
         return []
     state = model.state_space
@@ -73,7 +73,7 @@ def _state_space(model: Transformer, act: int) -> list[SavedTensor]:
 
 
 def _cross_attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
-    """Attention to what was encoded: keys and values of the encoder's tokens, per token of the decoder."""
+    """Tensors of cross-attention: keys and values of the encoder's tokens, per token of the decoder."""
     if model.encoder is None:
         return []
     act, a, s = layout.element_bytes.activation, model.heads, layout.tokens(model)
@@ -98,15 +98,15 @@ def _attention(model: Transformer, layout: Layout) -> list[SavedTensor]:
         q, k = a * model.dim, float(model.kv * model.dim)
         # keys and values are replicated if there are fewer heads than tensor-parallel ranks
         k = k * max(1.0, layout.tp / model.kv)
-        # those that were rotated: the gradient of a rotation needs its angles, and not its input
+        # only the rotated ones: the gradient of a rotation needs its angles, not its input
         saved = [SavedTensor("queries, keys", act * (q + k), False), SavedTensor("values", act * k, False)]
-        gates = 2 if model.attention_gate else 0  # the gate, and what it multiplied
+        gates = 2 if model.attention_gate else 0  # the gate, and the output that it multiplies
         saved.append(SavedTensor("attention output", (1 + gates) * act * q, False))
     return [*saved, _scores(model, layout, s)]
 
 
 def _scores(model: Transformer, layout: Layout, keys: int) -> SavedTensor:
-    """What attention to `keys` tokens saves of its scores: a number per head if it is fused, else all of them."""
+    """The scores that attention to `keys` tokens saves: one number per head if it is fused, else all of them."""
     if layout.flash:
         return SavedTensor("log-sum-exp", 4 * model.heads, False)
     act = layout.element_bytes.activation
@@ -150,9 +150,9 @@ def layer_bytes(model: Transformer, layout: Layout, *, moe: bool = False, recomp
 
 
 def kept_share(model: Transformer, layout: Layout) -> float:
-    """Bytes that a microbatch in flight keeps over those if nothing were recomputed, on the last stage.
+    """Bytes that a microbatch in flight keeps on the last stage, relative to a layout that recomputes nothing.
 
-    It is asked of a zero-bubble schedule, whose last stage owes the most gradients of weights; of others it is 1.
+    It matters in zero-bubble schedules, whose last stage delays the most weight gradients; in others it is 1.
     """
     if layout.recompute == "none" or layout.schedule == "1f1b":
         return 1.0
@@ -174,7 +174,7 @@ def working_set(model: Transformer, layout: Layout, *, moe: bool = False) -> flo
 
 
 _PerToken = tuple[float, float, float]
-"""Bytes per token that nothing splits, that sequence parallelism splits, and that tensor parallelism splits."""
+"""Bytes per token: unsplit, split by sequence parallelism, and split by tensor parallelism."""
 _per_token: dict[tuple[object, ...], _PerToken] = {}
 """A cache: its keys are few even if a search tries very many layouts."""
 
@@ -208,8 +208,8 @@ def _saved_per_token(model: Transformer, layout: Layout, recompute: str, moe: bo
 def _sac(model: Transformer, layout: Layout, *, moe: bool) -> tuple[float, float]:
     """torch's selective activation checkpointing saves layer input, attention output, every other product.
 
-    In a layer with experts that is one product of each of a token's experts, and what is sent to them and back: the
-    exchange is not repeated.
+    In a layer with experts, it saves one product of each of a token's experts, and the tokens sent to them and back:
+    the exchange is not repeated.
     """
     act, h, q, k = (
         layout.element_bytes.activation,

@@ -15,7 +15,7 @@ class CollectiveGroup(NamedTuple):
     size: int
     per_node: int
     bytes_per_s: float
-    """Bandwidth of a ring: the ranks of a node send what leaves it over all their shares of the network."""
+    """Bandwidth of a ring: between nodes, the ranks of a node use all their shares of the network."""
     latency_s: float
     peer_bytes_per_s: float
     """Bandwidth of one rank to the others of its node."""
@@ -44,7 +44,7 @@ def shard_group(layout: Layout, node: Node, constants: Calibration) -> Collectiv
 
 
 def expert_shard_group(layout: Layout, node: Node, constants: Calibration) -> CollectiveGroup:
-    """Returns the ranks that hold the same experts: those of all shards, one in ep x expert_ways of them."""
+    """Returns the ranks that hold the same experts: of all shards, every (ep x expert_ways)-th rank."""
     apart = layout.ep * layout.expert_ways
     return strided_group(max(1, layout.shards * layout.tp // apart), apart, node, constants)
 
@@ -85,18 +85,18 @@ all_gather = reduce_scatter
 
 
 def all_to_all(
-    group: CollectiveGroup, size_bytes: float, *, inside: float = 1.0, abroad: float = 1.0
+    group: CollectiveGroup, size_bytes: float, *, inside: float = 1.0, outside: float = 1.0
 ) -> float:
     """Seconds of an all-to-all: each rank sends 1/n of its bytes to every other, by its own links.
 
-    The parts for its own node and for others are sent at the same time; the slower of the two counts. Of what goes to
-    the own node only the fraction `inside` is sent, and to others `abroad`, if the rest is copies for the same place.
+    Bytes for its own node and for other nodes are sent at the same time; the slower of the two counts. Only the
+    fractions `inside` and `outside` of them are sent, if the rest are copies for the same rank or node.
     """
     if group.size == 1:
         return 0.0
-    own = (group.per_node - 1) / group.size * inside * size_bytes / group.peer_bytes_per_s
-    outside = (group.size - group.per_node) / group.size * abroad * size_bytes / group.own_bytes_per_s
-    return group.latency_s + max(own, outside)
+    within = (group.per_node - 1) / group.size * inside * size_bytes / group.peer_bytes_per_s
+    between = (group.size - group.per_node) / group.size * outside * size_bytes / group.own_bytes_per_s
+    return group.latency_s + max(within, between)
 
 
 def send(group: CollectiveGroup, size_bytes: float) -> float:

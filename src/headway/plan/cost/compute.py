@@ -32,24 +32,24 @@ PERMUTE_PASSES = {"fused": 4, "all-to-all": 6}
 """Reads and writes of the routed tokens in a forward pass: into the order of the experts, and back. Beside an
 all-to-all they are copied for their experts, sorted by expert where they arrive, sorted back, and added up."""
 EXPERT_ROWS = 1000
-"""Tokens of an expert at which its products reach half of their rate: its weights are loaded and its first tiles filled
-whatever its tokens. Chosen among 250, 500, 1000 and more with the published steps of H100 in view, where experts have
-1,024 to 4,096 tokens, and Mixtral's 8,192; it replaced a constant for each family."""
+"""Tokens of an expert at which its products reach half of their rate: loading its weights and filling its first tiles
+take the same time for any number of tokens. Chosen among 250, 500, 1000 and more with the published steps of H100 in
+view, where experts have 1,024 to 4,096 tokens, and Mixtral's 8,192; it replaced a constant for each family."""
 EXPERT_BIAS_BYTES = 68
-"""Bytes per element of what experts with biases return, forward and backward, for the weighted bias of the second
+"""Bytes per element of the output of experts with biases, forward and backward, for the weighted bias of the second
 product: Megatron adds it by eager fp32 operations. Forward 28: product 4, sum 10, concatenation 8, cast 6. Backward 40:
 cast 6, gradients of the output 10, of the bias 12, of the router's weights 12."""
 ROUTER_LAUNCHES = 200
-"""Kernels of a layer with experts besides those of the experts, forward and backward: router, sort, sends, norms. The
-numbers of tokens go to the host in between, so that it cannot launch ahead, and the device waits. An estimate: with the
-published steps in view, 200 is better than 100 and than none."""
+"""Kernels of a layer with experts besides the experts' own, forward and backward: router, sort, sends, norms. The host
+reads the numbers of tokens in between, so it cannot launch ahead, and the device waits. An estimate: 200 agrees better
+with the published steps than 100 or 0."""
 GRAPHED_LAUNCHES = 40
-"""The same if attention and router are CUDA graphs: the exchange of tokens, and what is between it and the experts. An
-estimate, not fitted."""
+"""The same if attention and router are CUDA graphs: the exchange of tokens, and the kernels between it and the experts.
+An estimate, not fitted."""
 EXPERT_LAUNCHES = 6
 """Kernels of one expert, forward and backward: three for each of two products. The host launches them ahead."""
 CAST_LAUNCHES = 8
-"""Further kernels of each of those in fp8: maximum, cast, transposition and scales of both inputs."""
+"""Additional kernels in fp8, for each of those: maximum, cast, transposition and scales of both inputs."""
 
 
 class Gemm(NamedTuple):
@@ -103,7 +103,7 @@ def layer_gemms(model: Transformer, layout: Layout, *, moe: bool = False) -> tup
 
 
 def _projections(model: Transformer, layout: Layout, tokens: float) -> list[Gemm]:
-    """Products before and after attention; of a mean layer, if only some have attention."""
+    """Products before and after attention; the mean over layers, if only some have attention."""
     h, a, t, share = model.hidden, model.heads, layout.tp, model.attention_share
     if not share:
         return []
@@ -130,7 +130,7 @@ SCAN_FLOPS = 7
 
 
 def _state_space_gemms(model: Transformer, layout: Layout, tokens: float) -> list[Gemm]:
-    """Projections and scan of a mean layer, if some have a recurrent state in place of attention."""
+    """Projections and scan of state-space layers; the mean over layers, if others have attention."""
     if model.state_space is None:
         return []
     state, h, t, share = model.state_space, model.hidden, layout.tp, 1 - model.attention_share
@@ -143,7 +143,7 @@ def _state_space_gemms(model: Transformer, layout: Layout, tokens: float) -> lis
 
 
 def _cross_gemms(model: Transformer, layout: Layout, tokens: float) -> list[Gemm]:
-    """Products of the attention of a decoder to what was encoded."""
+    """Products of a decoder's cross-attention."""
     if model.encoder is None:
         return []
     h, t = model.hidden, layout.tp
@@ -296,7 +296,7 @@ def layer_backward(forward: LayerTime, layout: Layout, constants: Calibration) -
 def layer_recompute(
     forward: LayerTime, model: Transformer, layout: Layout, device: Device, constants: Calibration
 ) -> LayerTime:
-    """Times of what the backward pass recomputes."""
+    """Times of the recomputation in the backward pass."""
     if layout.recompute == "full":
         return forward
     if layout.recompute == "modules":
@@ -313,7 +313,7 @@ def layer_recompute(
 
 
 def launch_seconds(model: Transformer, layout: Layout, constants: Calibration, busy: float) -> float:
-    """Seconds of a layer with experts, forward and backward, in which its device, `busy` that long, awaits the host."""
+    """Seconds that the device, `busy` for that long, waits for the host in a layer with experts, in both passes."""
     if model.moe is None or layout.compiled or layout.graphs == "step":
         return 0.0
     each = EXPERT_LAUNCHES * (1 + CAST_LAUNCHES) if layout.precision in FP8 else EXPERT_LAUNCHES
@@ -332,10 +332,10 @@ def head_seconds(model: Transformer, layout: Layout, device: Device, constants: 
 
 
 def _exponential_seconds(scores: float, device: Device) -> float:
-    """Seconds of a softmax's exponentials, which products hide hardly: the tensor cores wait for them.
+    """Seconds of a softmax's exponentials. Products hardly hide them: the tensor cores wait.
 
-    From Hopper to Blackwell the tensor cores became 2.25 times as fast and the units for exponentials not at all; with
-    heads of 128 both take as long. cuDNN reaches 1235 TFLOP/s on a B200 (FlashAttention-4, 2026), this sum 1197.
+    From Hopper to Blackwell the tensor cores became 2.25 times as fast, the units for exponentials no faster; with
+    heads of 128 both take the same time. cuDNN reaches 1235 TFLOP/s on a B200 (FlashAttention-4, 2026), this sum 1197.
     """
     return scores / (device.exponentials_T * 1e12) if device.exponentials_T else 0.0
 

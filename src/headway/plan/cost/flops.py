@@ -2,7 +2,7 @@
 
 - model FLOPs, "full" (PaLM, torchtitan): 6 per active weight and token, plus 12 L a d s for attention.
 - model FLOPs, "causal" (recent Megatron-LM, Megatron-Bridge): attention counts half, as the causal mask leaves half.
-- hardware FLOPs: model FLOPs plus what is recomputed. Fused attention's own recomputation counts in neither.
+- hardware FLOPs: model FLOPs plus recomputation. Fused attention's own recomputation counts in neither.
 
 All are sums over the products in `compute`; they equal Korthikanti's equation 7 and SC21's equation 3.
 """
@@ -23,7 +23,7 @@ Convention = Literal["full", "causal"]
 
 @lru_cache(maxsize=256)
 def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, float]:
-    """FLOPs of one sample: weights of the layers, attention (counted in full), and what is outside the layers."""
+    """FLOPs of one sample: weights of the layers, attention (counted in full), and everything outside the layers."""
     layout = Layout(sequence=sequence, flash=False)
     if model.moe:
         model = replace(model, moe=replace(model.moe, capacity=1.0))  # padding is not useful work
@@ -35,7 +35,7 @@ def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, floa
     outside = head_gemm(model, layout).flops + cross * model.layers
     if model.encoder_stack is not None:
         encoded = forward_flops(model.encoder_stack, model.encoded_tokens(sequence))
-        outside += encoded[0] + encoded[1]  # nothing of it is masked
+        outside += encoded[0] + encoded[1]  # an encoder masks nothing
     if model.image:
         outside += 2.0 * (model.image.tokens - 1) * model.image.channels * model.image.patch**2 * model.hidden
     return dense + (mixed if model.moe_layers else 0.0), scores, outside
@@ -61,7 +61,7 @@ def model_flops_per_token(model: Transformer, sequence: int, convention: Convent
 def hardware_flops_per_token(
     model: Transformer, sequence: int, layout: Layout, convention: Convention
 ) -> float:
-    """Model FLOPs plus what the layout recomputes.
+    """Model FLOPs plus the recomputation of the layout.
 
     Selective recomputation is counted as in Korthikanti's equation 8, three more products for the scores, although
     only one pass is repeated: otherwise the result could not be compared with published HFUs.

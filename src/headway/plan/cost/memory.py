@@ -49,7 +49,7 @@ class RankMemory:
 
 
 def representative_stages(model: Transformer, layout: Layout) -> tuple[int, ...]:
-    """First, middle and last stage, and each of another kind: the fullest is among them."""
+    """First, middle and last stage, and one of each other kind: the fullest is among them."""
     return tuple(sorted({layout.pp // 2, *schedule.distinct_stages(model, layout.pp, layout.vpp)}))
 
 
@@ -81,8 +81,8 @@ def rank_memory(model: Transformer, layout: Layout, stage: int) -> RankMemory:
 def gradients_persist(layout: Layout) -> bool:
     """Whether gradients are allocated while the loss is computed.
 
-    torch frees them after a step, unless they accumulate, are sharded (their blocks stay reserved), or are in
-    Megatron's own buffer.
+    torch frees them after a step, unless they accumulate or are sharded (their blocks stay reserved). Megatron keeps
+    them in a buffer.
     """
     sharded = layout.zero > 0 and layout.shards > 1
     return sharded or layout.microbatches > 1 or layout.megatron
@@ -130,7 +130,7 @@ def _accumulated_gradients(
     if layout.microbatches == 1 or not (late or (layout.zero == 2 and in_turn)):
         return 0.0
     if layout.shards == 1:
-        return 0.0  # they are full anyway
+        return 0.0  # gradients are never sharded
     outer, share = parameters.outer, 1.0
     if in_turn:
         share = schedule.largest_chunk(model.layers, layout.pp, layout.vpp, stage)
@@ -194,11 +194,11 @@ def _moe_share(model: Transformer, layout: Layout, stage: int) -> float:
 def _backward_parts(
     model: Transformer, layout: Layout, stage: int, parameters: RankParameters
 ) -> dict[str, float]:
-    """Additional memory of one layer's backward pass: what it recomputes, and its gradient until that is scattered."""
+    """Additional memory of one layer's backward pass: recomputed tensors, and its gradient until it is scattered."""
     share = _moe_share(model, layout, stage)
     dense = 0.0 if share == 1 else activations.working_set(model, layout)
     working = max(dense, activations.working_set(model, layout, moe=True)) if share else dense
-    whole = layout.megatron and layout.zero == 2 and layout.vpp > 1  # scattered from where they accumulate
+    whole = layout.megatron and layout.zero == 2 and layout.vpp > 1  # scattered from the accumulation buffer
     copied = layout.zero > 1 and layout.shards > 1 and not whole
     scattered = layout.element_bytes.gradient * _sharded_layer(layout, parameters) if copied else 0.0
     return {
@@ -217,7 +217,7 @@ def _between_stages(model: Transformer, layout: Layout, stage: int) -> float:
 
 
 def _exchanged(model: Transformer, layout: Layout) -> float:
-    """Context parallelism: a block of keys and values to send and one to receive, and as much for their gradients."""
+    """Context parallelism: a block of keys and values to send, one to receive, and the same for their gradients."""
     if layout.cp == 1:
         return 0.0
     tokens = layout.rank_tokens(model)
@@ -267,7 +267,7 @@ def _gathered(layout: Layout, parameters: RankParameters) -> float:
 
 
 def _sharded_layer(layout: Layout, parameters: RankParameters) -> float:
-    """Parameters of a layer that ZeRO shards: not experts of which each is on one rank of the shards."""
+    """Parameters of a layer that ZeRO shards; without experts that are on only one of the ranks."""
     return parameters.layer - (parameters.layer_experts if expert_shards(layout) == 1 else 0.0)
 
 

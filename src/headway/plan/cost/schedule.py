@@ -16,7 +16,7 @@ def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1, schedule: st
 
     1F1B warms up with p - stage forward passes, but at most one per microbatch: a minimum, not a maximum.
     Interleaved: Narayanan et al. 2021, section 2.2; on stage 0 that is Korthikanti's L(1 + (p-1)/(pv)).
-    Zero-bubble: a later stage delays gradients of weights, for which it keeps as many as the first one.
+    Zero-bubble: a later stage delays weight gradients, and therefore keeps as many as the first one.
 
     >>> in_flight(4, 8, 3, schedule="zero-bubble")
     4
@@ -32,9 +32,9 @@ def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1, schedule: st
 
 
 def chunk_runs(pp: int, microbatches: int, vpp: int) -> int:
-    """How often in a step the backward passes of one chunk follow each other: once per group of pp microbatches.
+    """Runs of consecutive backward passes of one chunk in a step: one per group of pp microbatches.
 
-    With one chunk per rank, there is nothing else between them: each is a run of its own.
+    With one chunk per rank, each pass counts as a run.
 
     >>> chunk_runs(4, 8, 1), chunk_runs(4, 8, 2), chunk_runs(4, 4, 2)
     (8, 2, 1)
@@ -43,7 +43,7 @@ def chunk_runs(pp: int, microbatches: int, vpp: int) -> int:
 
 
 def largest_chunk(layers: int, pp: int, vpp: int, stage: int) -> float:
-    """Layers of a stage's largest chunk over those of the stage.
+    """Fraction of a stage's layers that its largest chunk has.
 
     >>> largest_chunk(10, 2, 2, 0)
     0.6
@@ -53,15 +53,15 @@ def largest_chunk(layers: int, pp: int, vpp: int, stage: int) -> float:
 
 
 WEIGHT_SHARE = 1 / 3
-"""Gradients of weights over all work of a microbatch, which a zero-bubble schedule computes when it would idle."""
+"""Weight gradients as a fraction of a microbatch's work; a zero-bubble schedule computes them when it would idle."""
 
 
 def weights_owed(pp: int, microbatches: int, stage: int, kept: float = 1.0) -> int:
-    """Microbatches of which a zero-bubble rank may owe the gradients of weights after a backward pass.
+    """Microbatches whose weight gradients a zero-bubble rank may delay beyond their backward pass.
 
-    They need inputs and output gradients of all products: as many bytes as are saved if nothing is recomputed, of which
-    a microbatch in flight has the share `kept`. A rank that recomputes owes what its free memory holds; with none, each
-    layer's gradients of weights follow those of its inputs, as in 1F1B.
+    Weight gradients need inputs and output gradients of all products: as many bytes as are saved if nothing is
+    recomputed, of which a microbatch in flight keeps the fraction `kept`. A rank that recomputes delays as many as its
+    free memory holds; with none, each layer's weight gradients follow its input gradients, as in 1F1B.
 
     >>> [weights_owed(4, 8, stage) for stage in range(4)], [weights_owed(4, 8, stage, 0.5) for stage in range(4)]
     ([1, 2, 3, 4], [0, 1, 1, 2])
@@ -73,10 +73,10 @@ def weights_owed(pp: int, microbatches: int, stage: int, kept: float = 1.0) -> i
 
 
 def bubble_share(schedule: str, pp: int, microbatches: int, kept: float = 1.0) -> float:
-    """Idle time of a schedule over that of 1F1B.
+    """Idle time of a schedule as a fraction of 1F1B's.
 
-    Zero-bubble: gradients of weights fill the rest (Qi et al. 2023, ZB-H1), as many as the last rank can owe. The next
-    rank waits for those that cannot be owed at all.
+    Zero-bubble: weight gradients fill the rest (Qi et al. 2023, ZB-H1), as many as the last rank can delay. A rank that
+    cannot delay any makes the next one wait.
 
     >>> bubble_share("1f1b", 4, 8), bubble_share("zero-bubble", 4, 8), bubble_share("zero-bubble", 4, 1)
     (1.0, 0.3333333333333333, 0.6666666666666666)

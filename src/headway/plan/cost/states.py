@@ -12,13 +12,13 @@ from headway.plan.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameters:
-    """Parameters on one rank before ZeRO: those that every data-parallel rank has, and the routed experts."""
+    """Parameters on one rank before ZeRO: the shared ones, which every data-parallel rank has, and routed experts."""
 
     shared: float
     experts: float
     layer: float
     layer_experts: float
-    """Those of `layer` that are routed experts."""
+    """Parameters of `layer` that are routed experts."""
     outer: float
     """Parameters of embedding and head: FSDP's outermost unit."""
 
@@ -108,12 +108,12 @@ def _head_on_rank(model: Transformer, tp: int, pp: int) -> float:
 
 
 def expert_shards(layout: Layout) -> float:
-    """Ranks over which ZeRO shards an expert: expert parallelism already splits them over some of the others."""
+    """Ranks over which ZeRO shards an expert: fewer than for other weights, as expert parallelism splits it already."""
     return max(1.0, layout.shards * layout.tp / (layout.ep * layout.expert_ways))
 
 
 def updated(parameters: RankParameters, layout: Layout) -> float:
-    """Parameters that the optimizer of a rank updates: its shard with any ZeRO stage, else all."""
+    """Parameters that the optimizer of a rank updates: its shard in ZeRO 1 to 3, else all."""
     if not layout.zero:
         return parameters.shared + parameters.experts
     return parameters.shared / layout.shards + parameters.experts / expert_shards(layout)

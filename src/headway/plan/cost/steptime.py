@@ -46,17 +46,17 @@ class LayerCost:
         return compute_s + sent + self.launches
 
     def mixed(self, other: LayerCost, share: float) -> LayerCost:
-        """The mean of layers of which this share is as `self`, and the rest as `other`."""
+        """Returns the mean over layers of which the fraction `share` costs `self`, and the rest `other`."""
         pairs = {each.name: (getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
         return LayerCost(**{name: share * own + (1 - share) * rest for name, (own, rest) in pairs.items()})
 
 
 _Work = list[tuple[int, LayerCost]]
-"""What a stage computes: numbers of layers, and the time of one."""
+"""The layers of a stage by kind: their number, and the time of one."""
 
 
 def step_time(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> StepTime:
-    """Seconds of one step: m microbatches on the slowest stage, the bubble, and what follows the last backward."""
+    """Seconds of one step: m microbatches on the slowest stage, the bubble, and what follows the last backward pass."""
     work = _stage_work(model, layout, node, constants)
     stages = _stage_seconds(model, layout, node, constants, work)
     slowest, m, v = max(stages), layout.microbatches, layout.vpp
@@ -85,9 +85,9 @@ def _busy_parts(
     """Seconds of the slowest stage for all microbatches, by part."""
     microbatches = layout.microbatches
 
-    def both(part: str) -> float:
-        each: float = sum(count * getattr(cost, part) for count, cost in work[stage])
-        return microbatches * each
+    def total(part: str) -> float:
+        once: float = sum(count * getattr(cost, part) for count, cost in work[stage])
+        return microbatches * once
 
     head = (
         microbatches * compute.head_seconds(model, layout, node.device, constants)
@@ -95,15 +95,15 @@ def _busy_parts(
         else 0.0
     )
     return {
-        "matrix products": both("products"),
-        "attention": both("attention"),
-        "elementwise": both("elementwise"),
-        "recompute": both("recompute"),
+        "matrix products": total("products"),
+        "attention": total("attention"),
+        "elementwise": total("elementwise"),
+        "recompute": total("recompute"),
         "head and loss": head,
-        "tensor parallel": both("tensor_parallel"),
-        "context parallel": both("context_parallel"),
-        "expert parallel": both("expert_parallel"),
-        "launches": both("launches"),
+        "tensor parallel": total("tensor_parallel"),
+        "context parallel": total("context_parallel"),
+        "expert parallel": total("expert_parallel"),
+        "launches": total("launches"),
         "pipeline sends": microbatches * _sends(model, layout, node, constants),
     }
 
@@ -119,7 +119,7 @@ def _stage_seconds(
 
 
 def _stage_work(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> list[_Work]:
-    """What each stage computes for one microbatch; an encoder is on the only stage."""
+    """The work of each stage for one microbatch; an encoder is on the only stage."""
     own = _layer_costs(model, layout, node, constants)
     if layout.recompute_layers is None:
         plain = own
@@ -201,7 +201,7 @@ def _tensor_parallel(
 ) -> float:
     """Two all-reduces forward, two backward, two more when the forward is repeated (SC21, section 3.2).
 
-    Of each two one is that of attention, the other that of the feed-forward layer, or of its experts.
+    Of each two, one belongs to attention, the other to the feed-forward layer or its experts.
     """
     if layout.tp == 1:
         return 0.0
@@ -244,7 +244,7 @@ takes 27.4 s without and 25.1 s with asynchronous tensor parallelism, of about 5
 def _context_parallel(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, attention: float, repeated: float
 ) -> float:
-    """What context parallelism adds: the exchange that scores do not hide, partial results, and the causal imbalance.
+    """Seconds that context parallelism adds: exposed exchange, merging of partial results, and causal imbalance.
 
     Keys and values are sent around the ring while scores are computed. After each hop the fp32 output is corrected.
     Megatron gives each rank an early and a late part of the sequence; in torch the last rank has the most scores.
@@ -273,23 +273,23 @@ MERGE_BYTES = 12
 def _expert_parallel(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, computed: float
 ) -> float:
-    """Tokens are sent to their experts and back, forward and backward, and once more when the forward is repeated.
+    """Tokens are sent to their experts and back, forward and backward, and again when the forward is recomputed.
 
-    With `ep_overlap`, another microbatch's layer is `computed` meanwhile, and slowed by what it hides. The forward of
-    the first microbatch and the backward of the last have no other beside them.
+    With `ep_overlap`, a layer of another microbatch is computed meanwhile, in `computed` seconds, and slowed by the
+    exchange that it hides. The forward of the first microbatch and the backward of the last overlap nothing.
     """
     if layout.ep == 1 or model.moe is None:
         return 0.0
     ranks = collectives.axis_group("ep", layout, node, constants)
     tokens = layout.rank_tokens(model) / layout.tp
     size = tokens * model.hidden * layout.element_bytes.activation * model.moe.capacity
-    inside = abroad = 1.0
+    inside = outside = 1.0
     if layout.dispatcher == "fused":
         # a token for several experts of one rank, or of one node, is sent there once
-        inside, abroad = (_distinct(model.moe.top_k, places) for places in (ranks.size, ranks.nodes))
+        inside, outside = (_distinct(model.moe.top_k, places) for places in (ranks.size, ranks.nodes))
         inside *= FUSED_COST
     passes = 6 if layout.recompute == "full" else 4
-    total = passes * collectives.all_to_all(ranks, size * model.moe.top_k, inside=inside, abroad=abroad)
+    total = passes * collectives.all_to_all(ranks, size * model.moe.top_k, inside=inside, outside=outside)
     beside = (layout.microbatches - 1) / layout.microbatches if layout.ep_overlap else 0.0
     hidden = beside * min(total, computed)
     return total - hidden + OVERLAP_COST * hidden
@@ -301,7 +301,7 @@ reaches 536 and 531 (there and back) on eight B200, 484 and 465 on 32 GB200 (its
 
 
 def _distinct(top_k: int, places: int) -> float:
-    """Different places that the `top_k` experts of a token are expected in, over top_k."""
+    """Expected number of distinct places (ranks or nodes) of a token's `top_k` experts, over top_k."""
     return float(places * (1 - (1 - 1 / places) ** top_k) / top_k)
 
 
@@ -321,10 +321,10 @@ def _sends(model: Transformer, layout: Layout, node: Node, constants: Calibratio
 def _data_parallel(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, *, busy: float
 ) -> float:
-    """Gradients are reduced and weights gathered; exposed is what does not overlap, at least one unit.
+    """Gradients are reduced and weights gathered; at least the communication of one unit is exposed.
 
-    ZeRO 2 keeps no full gradient between two microbatches: it reduces those of each, ZeRO 1 only their sum. With
-    several chunks it reduces the sum over a run of one chunk's backward passes (Lamy-Poirier 2022, breadth-first).
+    ZeRO 2 keeps no full gradient between two microbatches: it reduces the gradients of each, ZeRO 1 only their sum.
+    With several chunks it reduces the sum over a run of one chunk's backward passes (Lamy-Poirier 2022, breadth-first).
     """
     if layout.dp * layout.cp == 1:
         return 0.0
@@ -379,7 +379,7 @@ def _over_shards(
 
 
 def _unit_copies(count: float, layout: Layout, device: Device, constants: Calibration) -> float:
-    """Seconds in which torch's FSDP copies gathered weights out of, and gradients into, the buffers of a unit.
+    """Seconds that torch's FSDP takes to copy gathered weights out of the buffers of a unit, and gradients into them.
 
     Weights are read and written after each gather, gradients read and written in the precision they are reduced in.
     """
@@ -392,7 +392,7 @@ def _unit_copies(count: float, layout: Layout, device: Device, constants: Calibr
 
 
 def _replica_reduce(parameters: RankParameters, layout: Layout, node: Node, constants: Calibration) -> float:
-    """With hybrid sharding, gradient shards are also reduced between the replicas: experts have fewer shards."""
+    """Seconds to reduce gradient shards between the replicas of hybrid sharding. Experts have fewer shards."""
     if layout.shard in (None, layout.dp):
         return 0.0
     ranks, gradient = layout.dp * layout.cp * layout.tp, layout.element_bytes.gradient

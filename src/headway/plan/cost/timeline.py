@@ -1,6 +1,6 @@
 """One step of a pipeline, played pass by pass: which rank computes which microbatch, and when.
 
-`schedule` has the closed forms; this is what is drawn, and what the closed forms are tested against.
+Plans draw this timeline; the tests compare it with the closed forms of `schedule`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Turn = tuple[Direction, int, int]  # direction, microbatch, chunk of the rank
 class StagePass(NamedTuple):
     """A forward or backward pass of one microbatch through one chunk of a rank's layers.
 
-    In a zero-bubble schedule `backward` has the gradients of inputs, and `weights` those of weights.
+    In a zero-bubble schedule, `backward` computes the input gradients and `weights` the weight gradients.
     """
 
     rank: int
@@ -37,8 +37,8 @@ def play_schedule(
 ) -> list[StagePass]:
     """Plays 1F1B, interleaved with several chunks, or zero-bubble.
 
-    `stages`: seconds of all chunks of a rank, forward and backward. `owed`: of how many microbatches each rank of a
-    zero-bubble schedule may owe the gradients of weights (`schedule.weights_owed`).
+    `stages`: seconds of all chunks of a rank, forward and backward. `owed`: the number of microbatches whose weight
+    gradients each rank of a zero-bubble schedule may delay (`schedule.weights_owed`).
 
     A rank works in a fixed order, and begins each pass as soon as the passes before it have ended.
 
@@ -77,7 +77,7 @@ def play_schedule(
 
 
 def rank_order(pp: int, microbatches: int, rank: int, vpp: int = 1) -> list[_Turn]:
-    """The passes of one rank in their order (Narayanan et al. 2021): forward ones to warm up, then in turn."""
+    """The passes of one rank in order (Narayanan et al. 2021): forward passes to warm up, then alternating ones."""
     total = microbatches * vpp
     ahead = pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * pp
     warmup = min(ahead, total)
@@ -88,7 +88,7 @@ def rank_order(pp: int, microbatches: int, rank: int, vpp: int = 1) -> list[_Tur
 
 
 def zero_bubble_order(pp: int, microbatches: int, rank: int, owed: int) -> list[_Turn]:
-    """The passes of one rank in ZB-H1 (Qi et al. 2023): as 1F1B, gradients of weights `owed` - 1 microbatches later."""
+    """The passes of one rank in ZB-H1 (Qi et al. 2023): 1F1B with weight gradients `owed` - 1 microbatches later."""
     found: list[_Turn] = []
     later = owed - 1
     for turn in rank_order(pp, microbatches, rank):

@@ -1,7 +1,7 @@
-"""The constants that no data sheet gives: which fraction of its peak a real kernel or link reaches.
+"""The constants that no data sheet lists: the fraction of its peak that a real kernel or link reaches.
 
-The defaults were fitted on ten of vTrain's 109 measured A100 steps (docs/plan.md has the error on the other 99); those
-of other families are in `efficiency`. `headway plan calibrate` measures this machine's own.
+The defaults were fitted on ten of vTrain's 109 measured A100 steps (docs/plan.md has the error on the other 99); the
+constants of other families are in `efficiency`. `headway plan calibrate` measures the constants of this machine.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Calibration:
     """Host time per kernel in the optimizer, whose kernels take lists of tensors."""
     source: str = "fitted on ten vTrain runs (A100, 2023)"
     device: str | None = None
-    """The device that was measured; these constants are used for no other. None: they are given for any device."""
+    """The device that was measured; the constants are not used for another. None: they apply to any device."""
     measured: tuple[str, ...] = ()
-    """The constants that were measured on `device`; the others are those of its family."""
+    """The constants that were measured on `device`; the others are the defaults of its family."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "measured", tuple(self.measured))
@@ -90,8 +90,11 @@ def load_calibration(path: str | Path) -> Calibration:
     data = dict(checks.require_mapping("calibration", content.get("calibration", {})))
     checks.require_known_keys(f"{path}: calibration", data, (*_NUMBERS, "source", "device", "measured"))
     if "device" not in data:
-        # files of earlier versions name the device beside the constants, and have all of those they could measure
-        data |= {"device": _device_of(content), "measured": [name for name in _FIRST if name in data]}
+        # files of earlier versions name the device outside this section, and do not list what was measured
+        data |= {
+            "device": _device_of(content),
+            "measured": [name for name in _MEASURED_FIRST if name in data],
+        }
     if not isinstance(data.get("measured", []), list):
         raise UsageError(
             f"{path}: calibration.measured is {data['measured']!r}; expected a list of constants"
@@ -102,11 +105,11 @@ def load_calibration(path: str | Path) -> Calibration:
         raise UsageError(f"{path}: {error}") from error
 
 
-_FIRST = ("matrix", "attention", "memory", "kernel_s", "peer", "peer_latency_s", "scale")
+_MEASURED_FIRST = ("matrix", "attention", "memory", "kernel_s", "peer", "peer_latency_s", "scale")
 
 
 def _device_of(content: Mapping[str, object]) -> str | None:
-    """The device that a calibration file describes: that of its node, or the one whose steps were measured."""
+    """Returns the device of a calibration file: the one of its node, or the one whose steps were measured."""
     node, facts = content.get("node"), content.get("measured")
     device = node.get("device") if isinstance(node, Mapping) else None
     if device is None and isinstance(facts, Mapping):

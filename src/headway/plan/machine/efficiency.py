@@ -1,7 +1,7 @@
-"""The constants of each family of GPUs, where they come from, and how far each kind of work may be off.
+"""The constants of each GPU family, their sources, and the error interval of each kind of work.
 
-A constant is measured, or fitted on published steps: `benchmarks/plan.py` prints the fit, and the errors on rows and
-on sources that it did not see. The intervals are wide where no row of a family shows the kind of work.
+A constant is measured, or fitted on published steps: `benchmarks/plan.py` prints the fit, and its errors on held-out
+rows and sources. An interval is wide where no published step of a family contains the kind of work.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopp
 
 
 class TimeInterval(NamedTuple):
-    """Bounds of a time relative to its estimate, and what they come from."""
+    """Bounds of a time relative to its estimate, and their source."""
 
     low: float
     high: float
@@ -61,10 +61,10 @@ _KNOWN = {
     "blackwell": {"products": (0.93, 1.09), "experts": (0.8, 1.4), "attention": (0.86, 1.17), "memory": (0.8, 1.3),
                   "peer": (0.8, 1.25), "network": (0.75, 1.4), "jitter": (0.5, 2.0)},
 }  # fmt: skip
-"""By family and kind of work: about nine of ten published steps are within the sum of these, also of a source that the
-constants were not fitted on (`benchmarks/plan.py`). No step with experts is known on Ampere."""
+"""By family and kind of work: about nine of ten published steps are within the sum of these, also in sources that were
+held out of the fit (`benchmarks/plan.py`). No step with experts is known on Ampere."""
 _UNKNOWN = (0.6, 2.0)
-"""No published step of the family is known: the constants are those of Ampere."""
+"""For families without a published step, whose constants are Ampere's."""
 _CLASSES = {"matrix": "products", "attention": "attention", "memory": "memory", "peer": "peer",
             "network": "network", "experts": "experts", "jitter": "jitter"}  # fmt: skip
 
@@ -75,7 +75,7 @@ def device_family(device: Device) -> str | None:
 
 
 def default_calibration(device: Device) -> Calibration:
-    """Returns the constants of the device's family; those of Ampere for a device without one.
+    """Returns the constants of the device's family; Ampere's for a device of unknown family.
 
     >>> from headway.plan.machine.hardware import find_device
     >>> default_calibration(find_device("h200-sxm-141")).source
@@ -85,9 +85,9 @@ def default_calibration(device: Device) -> Calibration:
 
 
 def scoped_calibration(given: Calibration | None, device: Device) -> tuple[Calibration, list[str]]:
-    """Returns the constants for a device, and what to say about them.
+    """Returns the constants for a device, and notes for the report.
 
-    Constants that were measured on another device are not used: a laptop says nothing about an H100.
+    Constants that were measured on another device are not used.
     """
     own = default_calibration(device)
     if given is None:
@@ -105,18 +105,18 @@ def scoped_calibration(given: Calibration | None, device: Device) -> tuple[Calib
 
 
 def intervals(device: Device, constants: Calibration, *, fp8: bool) -> Mapping[str, TimeInterval]:
-    """Returns how far each kind of work may be off: what was measured, what its family shows, or neither.
+    """Returns the interval of each kind of work: from measurements, from its family, or the widest.
 
-    A measured step (`scale`) shows what runs on one device, in the precision that was measured, and no link.
+    A measured step (`scale`) narrows the work on one device, but not the links.
     """
     family = device_family(device)
     given = constants.device is None and constants.source.startswith("measured")
-    stepped = given or "scale" in constants.measured
+    measured_steps = given or "scale" in constants.measured
     found = {}
     for constant, kind in _CLASSES.items():
         on_device = kind in ("products", "attention", "memory", "experts")
-        measured = constant in constants.measured or (stepped and on_device)
-        if measured and not (fp8 and kind == "products" and not stepped):
+        measured = constant in constants.measured or (measured_steps and on_device)
+        if measured and not (fp8 and kind == "products" and not measured_steps):
             found[kind] = TimeInterval(*MEASURED, constants.source)
         elif family is None:
             found[kind] = TimeInterval(*_UNKNOWN, f"no published step on {device.name} is known")

@@ -39,18 +39,18 @@ class Device:
     nvlink_GBps: float | None = None
     """One direction, all links together; None if peers communicate over PCIe."""
     peers: float | None = None
-    """GPUs to each of which it has a link of its own; None: a switch gives all links to any pair."""
+    """Number of GPUs to which it has a direct link each; None: a switch gives all links to any pair."""
     pcie_GBps: float = 31
     watts: float = 400
     achievable: float = 0.8
     """Fraction of the peak that the best real matrix product reaches."""
     fp8_achievable: float = 0.7
     power_limited: float = 1.0
-    """Fraction of that rate which a lower power limit leaves; kernels that draw less power do not feel it."""
+    """Fraction of that rate that remains under a lower power limit, which slows only power-hungry kernels."""
     hbm_achievable: float = 0.88
     exponentials_T: float | None = None
-    """10^12 exponentials a second: fused attention computes one per score, beside its products. None: not known, and
-    the fraction of the products' rate that attention reaches includes them."""
+    """10^12 exponentials per second: fused attention computes one per score, in addition to its products. None: not
+    known; the constants of attention then include them."""
     usable_GiB: float | None = None
     source: str = "given by the user"
 
@@ -74,12 +74,12 @@ class Device:
 
     @property
     def context_bytes(self) -> float:
-        """Bytes that the driver takes for a process: CUDA's context. A CPU, by its calibrated name, has none."""
+        """Bytes that the driver takes for the CUDA context of a process. A calibrated CPU has none."""
         return 0.0 if self.name == "cpu" else CONTEXT_BYTES
 
     @property
     def context_text(self) -> str:
-        """The same as a term of a formula."""
+        """The context as a term of a formula."""
         return f" + {self.context_bytes / 2**20:.0f} MiB (CUDA context)" if self.context_bytes else ""
 
     @property
@@ -111,7 +111,7 @@ class Device:
 
     @property
     def attention_flops(self) -> float:
-        """FLOP/s that fused attention is a fraction of: it reaches half of the peak, and no power limit."""
+        """FLOP/s to which the constants of fused attention are relative; the power limit does not slow it."""
         return self.peak_flops * self.achievable
 
     @property
@@ -125,7 +125,7 @@ class Device:
         return (self.nvlink_GBps or self.pcie_GBps) * 1e9
 
     def reached_bytes_per_s(self, others: int) -> float:
-        """Bandwidth to so many other devices of the node: without a switch, each has a link of its own.
+        """Bandwidth to this many other devices of the node: without a switch, each has a direct link.
 
         >>> find_device("mi300x-192").reached_bytes_per_s(1) / 1e9
         64.0

@@ -1,4 +1,4 @@
-"""Typed access to the keys of a Hugging Face `config.json`, and those that most decoders share."""
+"""Typed access to the keys of a Hugging Face `config.json`, and a reader of the keys that most decoders share."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ class HubConfig:
         return checks.require_int(f"{self._where}: {key}", value, at_least=at_least)
 
     def count(self, key: str, value: str) -> int:
-        """How many entries of a list are `value`; none if there is no such list."""
+        """Returns how many entries of a list equal `value`; 0 if there is no such list."""
         found = self._data.get(key)
         return found.count(value) if isinstance(found, list) else 0
 
     def refuse_list(self, key: str) -> None:
-        """Refuses a list of single layers that differ from the others, which no count here knows."""
+        """Refuses a list of single layers that differ from the others: the parameter count does not include them."""
         if self._data.get(key):
-            raise UsageError(f"{self._where}: {key} is {self._data[key]!r:.80}; expected no such layers")
+            raise UsageError(
+                f"{self._where}: {key} is {self._data[key]!r:.80}; expected an empty list or none"
+            )
 
     def text(self, key: str, default: str) -> str:
         value = self._data.get(key, default)
@@ -44,7 +46,7 @@ class HubConfig:
         return value
 
     def length(self, key: str) -> int:
-        """How many entries a list has; none if there is no such list."""
+        """Returns the length of a list; 0 if there is no such list."""
         found = self._data.get(key)
         return len(found) if isinstance(found, list) else 0
 

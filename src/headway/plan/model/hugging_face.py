@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json` as a Transformer. Nothing is downloaded, no code of the model runs."""
+"""Reads a Hugging Face `config.json` as a Transformer, without downloading anything or running the model's code."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def from_hf_config(path: str | Path) -> Transformer:
 
 
 _WITH_SWITCH = ("gemma2", "gemma3_text", "llama", "llama4_text", "olmo2", "qwen3", "qwen3_moe")
-"""Families whose attention has biases only if `attention_bias` says so."""
+"""Families whose attention has biases only if `attention_bias` is true."""
 
 
 def _switched_biases(c: HubConfig, kind: str, model: Transformer) -> int:
-    """Weights of a layer's biases that a config turns on, or off where its family has them."""
+    """Returns the bias weights per layer that a config adds to those of its family, or removes from them."""
     attention = (model.heads + 2 * model.kv) * model.dim + model.hidden
     if kind == "gpt_neox":
         return 0 if c.flag("attention_bias", True) else -attention
@@ -126,9 +126,9 @@ def _gemma(c: HubConfig, *, qk_norm: bool, pattern: int) -> Transformer:
 
 
 def _windowed(c: HubConfig, base: Transformer, kind: str, otherwise: int) -> Transformer:
-    """Adds the window of the layers that the config lists by kind, or that its family has if it lists none."""
+    """Adds a window to the layers of this kind that the config lists, or to `otherwise` layers if it has no list."""
     chunk = kind == "chunked_attention"
-    # a query in a chunk has half of the chunk before it on the mean, one in a sliding window the complete window
+    # on average, half of its chunk precedes a query; in a sliding window, the complete window does
     window = (
         c.number("attention_chunk_size", 8192) // 2 if chunk else c.number("sliding_window", 0, at_least=0)
     )

@@ -1,6 +1,6 @@
 """Configs of models that are more than a stack of attention and feed-forward layers.
 
-Layers with a recurrent state in place of attention (Mamba, Mamba 2, gated delta nets), and decoders with an encoder.
+Some have layers with a recurrent state in place of attention (Mamba, Mamba 2, gated delta nets), others an encoder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headway.plan.model.transformer import Encoder, Moe, StateSpace, Transformer
 
 
 def gated_experts(c: HubConfig) -> Moe:
-    """Experts of Qwen2-MoE and Qwen3-Next: a token weighs the shared expert by a gate."""
+    """Experts of Qwen2-MoE and Qwen3-Next: a gate weights the shared expert for each token."""
     c.refuse_list("mlp_only_layers")
     return Moe(
         experts=c.number("num_experts"),

@@ -1,4 +1,4 @@
-"""A layout: the degrees of parallelism, the batch, what is recomputed, and the precision."""
+"""A layout: the degrees of parallelism, the batch, the recomputation, and the precision."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OPTIMIZER_MOMENTS = {
     "muon": 1,
 }
 OPTIMIZER_MOMENT_BYTES = {"adamw8bit": 1, "adamw-bf16": 2}
-"""Bytes of one moment of optimizers whose moments do not have those of the precision."""
+"""Bytes of one moment, for optimizers whose moments do not follow the precision."""
 
 
 def most_chunks(model: Transformer, vpp: int) -> int:
@@ -84,13 +84,13 @@ class Layout:
     vpp: int = 1
     """Model chunks per pipeline rank (interleaved schedule)."""
     schedule: Schedule = "1f1b"
-    """Pipeline schedule. zero-bubble: gradients of weights are computed in what would be idle time."""
+    """Pipeline schedule. zero-bubble: weight gradients are computed in time that would be idle."""
     cp: int = 1
     """Context parallelism: ranks that split a sequence."""
     ep: int = 1
     """Expert parallelism: ranks of one stage that hold different experts."""
     expert_tp: int | None = None
-    """Ranks that split one expert; those of tp if not given. With 1, ep may span dp x cp x tp ranks (folding)."""
+    """Ranks that split one expert; tp if not given. With 1, ep may span dp x cp x tp ranks (folding)."""
     sequence_parallel: bool = False
     """Split the activations that tensor parallelism replicates along the sequence."""
     zero: int = 0
@@ -233,7 +233,7 @@ class Layout:
 
     @property
     def megatron(self) -> bool:
-        """Whether the precision is Megatron's or DeepSpeed's, which have their own buffers, and not torch's."""
+        """Whether the precision is one of Megatron or DeepSpeed, which have their own buffers, and not of torch."""
         return self.precision in ("bf16", "zero16", "fp8")
 
     @property

@@ -34,12 +34,12 @@ class Moe:
     shared_ffn: int = 0
     """Total width of the experts that process every token."""
     shared_gate: bool = False
-    """Whether a token weighs the shared experts by a gate of its own."""
+    """Whether a gate weights the shared experts for each token."""
     dense_layers: int = 0
     every: int = 1
     """2: every other layer is dense."""
     capacity: float = 1.0
-    """Tokens that an expert has room for, over its fair share; padding is computed and sent, too."""
+    """Tokens that an expert has room for, relative to its fair share. Padding is also sent and computed."""
 
     def __post_init__(self) -> None:
         checks.require_bools("model.moe", self)
@@ -88,7 +88,7 @@ class Mla:
 class StateSpace:
     """Layers with a recurrent state in place of attention: Mamba, Mamba 2, gated delta nets.
 
-    They and the layers with attention alternate so regularly that every stage is taken to have the same mixture.
+    They alternate with attention layers so regularly that every stage is assumed to have the same mixture.
 
         hw.plan.from_hf_config("mamba/config.json").state_space      # StateSpace(layers=..., ...)
     """
@@ -126,7 +126,7 @@ class Encoder:
     tokens: int | None = None
     """Tokens that it reads per sample; as many as the decoder if not given."""
     ffn: int | None = None
-    """Width of its feed-forward layers; that of the decoder's if not given."""
+    """Width of its feed-forward layers; the decoder's width if not given."""
     extra_parameters: int = 0
     """Weights outside its layers and its norm: convolutions, positions."""
 
@@ -207,7 +207,7 @@ class Transformer:
     window_layers: int = 0
     """Number of layers with the window."""
     layer_extra: int = 0
-    """Weights of a layer outside this pattern, on every rank: more norms, sinks, gates; negative for a norm less."""
+    """Weights of a layer outside this pattern, on every rank: norms, sinks, gates; negative if it lacks a norm."""
     extra_parameters: int = 0
     """Weights outside this pattern, such as BERT's pooler and segment embedding."""
     name: str = field(default="transformer", compare=False)
@@ -274,7 +274,7 @@ class Transformer:
         return self.image.tokens if self.image else self.context
 
     def mean_keys(self, sequence: int) -> float:
-        """Keys of a query if none was masked, a mean over the layers; a causal window of w tokens counts as 2 w."""
+        """Keys per query without a mask, averaged over the layers; a causal window of w tokens counts as 2 w."""
         if self.window is None:
             return float(sequence)
         inside = min(sequence, 2 * self.window if self.causal else self.window)
@@ -287,7 +287,7 @@ class Transformer:
 
     @property
     def attentions(self) -> int:
-        """Attentions of a layer: a decoder with an encoder has a second one, to what was encoded."""
+        """Attentions of a layer: a decoder with an encoder also has cross-attention."""
         return 2 if self.encoder else 1
 
     def encoded_tokens(self, sequence: int) -> int:
@@ -322,13 +322,13 @@ class Transformer:
 
     @cached_property
     def state_space_parameters(self) -> int:
-        """Parameters of what a layer without attention has in its place."""
+        """Parameters of one state-space layer, without norm and feed-forward layer."""
         s = self.state_space
         return self.hidden * (s.projected + s.inner) + s.inner * s.steps + s.extra if s else 0
 
     @cached_property
     def mixing_parameters(self) -> int:
-        """Parameters of attention, or of what is in its place, in all layers."""
+        """Parameters of attention and of state spaces in all layers."""
         recurrent = self.state_space.layers if self.state_space else 0
         attention = (self.layers - recurrent) * self.attentions * self.attention_parameters
         return attention + recurrent * self.state_space_parameters
@@ -416,7 +416,7 @@ class Transformer:
 
     @cached_property
     def encoder_parameters(self) -> int:
-        """Parameters of the encoder: its layers, its norm, and what is outside of them."""
+        """Parameters of the encoder: its layers, its norm, and its extra parameters."""
         stack = self.encoder_stack
         if self.encoder is None or stack is None:
             return 0
@@ -425,7 +425,7 @@ class Transformer:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that process one token: of the experts of a layer, `top_k`."""
+        """Parameters that process one token: only `top_k` experts of a layer count."""
         if not self.moe:
             return self.parameters
         idle = self.moe.experts - self.moe.top_k
