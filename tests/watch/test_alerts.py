@@ -409,7 +409,7 @@ def test_a_run_that_looks_lost_for_a_moment_is_not_news(
     watch = AlertWatch(lambda: [run], one)
     with run.lock():
         watch.look()
-    monkeypatch.setattr(alerting, "_LOST_LOOKS", 2)
+    monkeypatch.setattr(alerting, "LOST_CHECKS", 2)
     watch.look()
     assert one.wait(20) and hook.posts == []
     watch.look()

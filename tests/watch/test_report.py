@@ -168,7 +168,7 @@ def test_the_account_adds_up_and_restarts_cost(tmp_path: Path) -> None:
     rows += [row(10 * n, 0, begin + 250 + n - 80) for n in range(81, 131)]
     write_rows(run.metrics_file(0), rows)
     view = RunView(run, thorough=True)
-    times = account(view, view.refresh(), run.info()["attempts"])
+    times = account(view, view.refresh())
     assert times.total_s == pytest.approx(250) and times.between_s == pytest.approx(100)
     assert sum(times.parts.values()) == pytest.approx(250)
     assert times.repeated.count == pytest.approx(200, abs=10), "steps 801 to 1,000 came twice"

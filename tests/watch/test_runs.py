@@ -62,7 +62,7 @@ def test_a_heartbeat_elsewhere_is_looked_at_twice(run: Run, monkeypatch: pytest.
     (row,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
     assert (
         row.status.state == "lost"
-        and row.status.why == "on n7, according to its last heartbeat, which does not change any more"
+        and row.status.why == "on n7, according to its last heartbeat, which no longer changes"
     )
     monkeypatch.setattr(
         listing.time, "sleep", lambda _: file.write_bytes(dataclasses.replace(elsewhere, beat=4).record())
@@ -131,7 +131,7 @@ def test_a_killed_attempt_counts_however_many_rows_follow_it(run: Run) -> None:
     (summary,) = listing.summarize([run], queue=NOBODY, heartbeat_wait_s=0.01)
     view = RunView(run, thorough=True)
     snapshot = view.refresh()
-    times = account(view, snapshot, info["attempts"])
+    times = account(view, snapshot)
     assert summary.seconds == snapshot.header.elapsed_s == times.total_s == 34 / 4 + 4
     assert any("elapsed 12s in 2 attempts" in line.plain for line in layout(snapshot, 80, 24, None))
     assert times.between_s == 40 - 34 / 4

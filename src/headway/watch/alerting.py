@@ -1,4 +1,4 @@
-"""`AlertWatch`: looks at runs every few seconds, in a thread, and sends an alert when something happens to one."""
+"""`AlertWatch`: checks runs every ten seconds, in a thread, and sends an alert when one ends or is silent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from headway.run.info import DAMAGED, read_json
 from headway.run.status import OVER
 from headway.system.text import format_duration
 from headway.watch.view import RunView, Snapshot
+from headway.watch.view.run_view import LOST_CHECKS
 
 _LOOK_S = 10.0
 _LEAVE_S = 10.0
-"""how long leaving waits for alerts that are being sent"""
-_LOST_LOOKS = 3
-"""a file system that stalls makes a run look lost for a while"""
+"""how long `__exit__` waits for alerts that are being sent"""
 _EVENTS: Mapping[str, AlertEvent] = {
     "failed": "failed",
     "lost": "failed",
@@ -31,9 +30,9 @@ _EVENTS: Mapping[str, AlertEvent] = {
 
 @final
 class AlertWatch:
-    """Watches runs until its block is left. What had happened before is no news, and gets no alert.
+    """Watches runs until the `with` block ends. A run that was over before the block gets no alert.
 
-    `find` returns the runs; it is called every time, so that new ones are seen, too.
+    `find` returns the runs; it is called for each check, so that new runs are watched, too.
 
     >>> with AlertWatch(lambda: runs_under("runs"), sender):
     ...     watch(runs, console)
@@ -44,16 +43,16 @@ class AlertWatch:
     ) -> None:
         self._find, self._sender, self._look_s = find, sender, look_s
         self._views: dict[str, RunView] = {}
-        self._over: dict[str, int] = {}  # attempts of the runs that are over
-        self._lost: dict[str, int] = {}  # how often in a row a run looked lost
+        self._over: dict[str, int] = {}  # number of attempts of each run that is over
+        self._lost: dict[str, int] = {}  # consecutive checks in which a run looked lost
         self._has_looked = False
-        self._unread: set[str] = set()  # runs of the first look that could not be read
-        self._problems: dict[str, str] = {}  # what was reported, and still is the case, by run
+        self._unread: set[str] = set()  # runs that the first check could not read
+        self._problems: dict[str, str] = {}  # reported and still present, by run
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="headway alerts")
 
     def __enter__(self) -> AlertWatch:
-        self.look()  # what is over now was so before
+        self.look()  # a run that is over now was over before
         self._thread.start()
         return self
 
@@ -61,11 +60,11 @@ class AlertWatch:
         self._leaving.set()
         self._thread.join(_LEAVE_S)
         if not self._thread.is_alive():
-            self.look()  # the run that was shown may have ended since
+            self.look()  # a run may have ended since the last check
         self._sender.wait(_LEAVE_S)
 
     def look(self) -> None:
-        """Looks at all runs once, and starts to send what is to be sent."""
+        """Checks all runs once, and starts to send their alerts."""
         try:
             runs = self._find()
         except (HeadwayError, OSError) as error:  # the directory may come back
@@ -85,7 +84,7 @@ class AlertWatch:
         self._has_looked = True
 
     def _report(self, key: str, problem: str) -> None:
-        """Reports a problem once for as long as it lasts."""
+        """Reports a problem once, until it is gone."""
         if self._problems.get(key) != problem:
             self._problems[key] = problem
             self._sender.report(problem)
@@ -101,7 +100,7 @@ class AlertWatch:
         snapshot = view.refresh()
         is_over = snapshot.header.state in OVER
         self._lost[run.id] = self._lost.get(run.id, 0) + 1 if snapshot.header.state == "lost" else 0
-        if not was_before and 0 < self._lost[run.id] < _LOST_LOOKS:
+        if not was_before and 0 < self._lost[run.id] < LOST_CHECKS:
             return
         if is_over:
             self._over[run.id] = snapshot.header.attempts
@@ -115,7 +114,7 @@ class AlertWatch:
 
 
 def find_alert(run: Run, snapshot: Snapshot) -> Alert | None:
-    """The alert that the state of a run calls for, whether or not it was sent."""
+    """Returns the alert for the state of a run, whether or not it was sent before."""
     header = snapshot.header
     event = _EVENTS.get(header.state)
     if event is not None:

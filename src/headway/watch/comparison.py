@@ -33,7 +33,7 @@ _MAX_METRICS = 4
 _CURVE_WIDTH = 24
 _DIFF_BYTES = 10 << 20
 _CONFIG_BYTES = 1 << 16
-"""a second of parsing; a longer file is not of settings"""
+"""takes a second to parse; no real settings are longer"""
 _MAX_SETTINGS = 2000
 _MAX_DEPTH = 100
 
@@ -41,7 +41,7 @@ _MAX_DEPTH = 100
 @final
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One metric of one run: its last value, and its best one if lower or higher is known to be better."""
+    """One metric of one run: its last value, and its best one if the name tells whether lower or higher is better."""
 
     last: float | str | None = None
     best: float | None = None
@@ -57,7 +57,7 @@ class RunComparison:
 
     summary: RunSummary
     settings: Mapping[str, Any]
-    """only those that differ between the runs; without the names that this run does not have"""
+    """only those that differ between the runs, and that this run has"""
     metrics: Mapping[str, Metric]
     code: str = ""
     """the commit, with a star for uncommitted changes; empty if all runs have the same code"""
@@ -73,7 +73,7 @@ class RunComparison:
 
 
 def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComparison]:
-    """Compares runs, in the order given. `metrics` are names; `min:NAME` and `max:NAME` say which value is best.
+    """Compares runs, in the order given. `metrics` are names; `min:NAME` and `max:NAME` choose which value is best.
 
     >>> [run.metrics["val/loss"].best for run in compare(runs, metrics=["val/loss"])]
     [0.31, 0.29]
@@ -125,7 +125,7 @@ def _code(run: Run) -> tuple[str, str]:
 
 
 def settings_of(run: Run, member: SweepMember | None) -> dict[str, Any]:
-    """Returns the recorded settings of a run by their full names, and those of its sweep.
+    """Returns the settings of a run by their full names, including those that its sweep sets.
 
     >>> settings_of(run, None)
     {'lr': 0.0003, 'model.depth': 12}
@@ -140,7 +140,7 @@ def settings_of(run: Run, member: SweepMember | None) -> dict[str, Any]:
 
 
 def _depth(text: str) -> int:
-    """How deeply brackets are nested, at most: PyYAML takes quadratic time to find out."""
+    """Returns how deeply brackets are nested: PyYAML takes quadratic time to parse them."""
     steps = (1 if match[0] in "[{" else -1 for match in re.finditer(r"[][{}]", text))
     return max(accumulate(steps), default=0)
 
@@ -149,9 +149,9 @@ History = dict[str, list[tuple[int, float | str]]]
 
 
 def _history(run: Run) -> History:
-    """Returns all values of each metric by step. Steps that a restart repeats count once, what it abandons does not.
+    """Returns all values of each metric by step. Of steps that a restart repeats, only the newest values count.
 
-    What log points have is not taken from the rows of epochs, too: those are means over the epoch.
+    Rows of epochs have means over the epoch: they count only for metrics that no log point has.
     """
     points: History = {}
     epochs: History = {}
@@ -172,7 +172,7 @@ def _history(run: Run) -> History:
 
 
 def _cut(values: list[tuple[int, float | str]], step: int) -> None:
-    """Forgets `step` and what follows it."""
+    """Removes `step` and all later ones."""
     while values and values[-1][0] >= step:
         values.pop()
 
@@ -206,9 +206,23 @@ def _direction(wanted: str) -> tuple[str, Better | None]:
 
 
 def better_of(name: str) -> Better | None:
-    """Returns whether the minimum or the maximum of a metric is best, by its name; None if that is not known."""
+    """Returns whether the minimum or the maximum of a metric is best, by its name; None if the name does not tell."""
     last = name.rpartition("/")[2].lower()
     return "min" if _LOWER.search(last) else "max" if _HIGHER.search(last) else None
+
+
+def best_point(name: str, series: Series) -> tuple[float, int] | None:
+    """Returns the best value of a curve and its step; None if the name does not tell which is best, or without values.
+
+    >>> best_point("val/loss", Series(steps=[10, 20], lows=[0.3, 0.4], highs=[0.5, 0.6]))
+    (0.3, 10)
+    """
+    better = better_of(name)
+    values = series.lows if better == "min" else series.highs
+    if better is None or not values:
+        return None
+    best = min(values) if better == "min" else max(values)
+    return best, series.steps[values.index(best)]
 
 
 def _default_metrics(histories: Sequence[History]) -> dict[str, Better | None]:

@@ -30,7 +30,7 @@ from headway.system.text import plural
 
 _HEARTBEAT_WAIT_S = 2.5 * lock.HEARTBEAT_S
 _END_BYTES = (1 << 14, 1 << 20)
-"""where the newest row of a file is looked for"""
+"""how much of the end of a file is searched for its newest row: first little, then more"""
 
 
 @final
@@ -79,10 +79,10 @@ def summarize(
     warn: Callable[[str], object] = lambda _: None,
     heartbeat_wait_s: float = _HEARTBEAT_WAIT_S,
 ) -> list[RunSummary]:
-    """Summarizes runs. `warn` gets a line if a scheduler does not answer.
+    """Summarizes runs. `warn` is called with a line if a scheduler does not answer.
 
-    A run on another machine is known by its heartbeat only: it counts as running if the heartbeat changes within
-    `heartbeat_wait_s` seconds, and without another look if these are 0.
+    Of a run on another machine, only the heartbeat is known: it counts as running if the heartbeat changes within
+    `heartbeat_wait_s` seconds, or always if that is 0.
 
     >>> [(summary.run.id, summary.status.state) for summary in summarize(runs_under("runs"))]
     [('digits-2026.11.15-14.30-x7k2', 'running')]
@@ -91,7 +91,7 @@ def summarize(
     if queue is None:
         own = {
             run.path for run in own_runs(runs)
-        }  # the queue is this user's, and others write what they like
+        }  # the queue is this user's; other users' files are not trusted
         mine = (facts for run, facts in zip(runs, submitted, strict=True) if run.path in own)
         queue = schedulers.queue(map(JobIds.from_submission, mine))
     if queue.note:
@@ -132,9 +132,9 @@ def select(
     most: int | None = None,
     warn: Callable[[str], object] = lambda _: None,
 ) -> list[RunSummary]:
-    """Summarizes the runs under a root, the newest first, in these states and of this name.
+    """Summarizes the runs under a root that are in one of `states` and have this `name`, the newest first.
 
-    `warn` gets a line about each run that cannot be read.
+    `warn` is called with a line for each run that cannot be read.
     """
     if not Path(root).is_dir():
         raise UsageError(
@@ -150,9 +150,9 @@ def select(
 
 
 def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """Finds runs by path, by id, or by the beginning or end of an id. The first run of a sweep means all its runs.
+    """Finds runs by path, by id, or by the beginning or end of an id.
 
-    Beside another run of its sweep, it means itself.
+    The first run of a sweep stands for all runs of the sweep, unless another of them is named, too.
     """
     found = [_resolve_one(place, root) for place in places]
     named = {runs[0].path for runs in found if len(runs) == 1}
@@ -161,7 +161,7 @@ def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> lis
 
 
 def newest_run(root: str | os.PathLike[str] = "runs") -> list[Run]:
-    """Returns the newest run under `root`, alone; an error that says how to start one if there is none."""
+    """Returns the newest run under `root`; raises `UsageError` if there is none."""
     if not (runs := runs_under(root)):
         raise UsageError(f"there is no run in {root}; start one: headway run train.py")
     return (own_runs(runs) or runs)[:1]
@@ -183,7 +183,7 @@ def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
         return [first]
     beside = runs_under(first.path.parent)
     if own_runs([first]):
-        beside = own_runs(beside)  # others may say that theirs are of this sweep
+        beside = own_runs(beside)  # other users may claim that their runs belong to this sweep
     members = [(found, run) for run in beside if (found := sweep.member(run))]
     return [run for found, run in sorted(members, key=lambda pair: pair[0].index) if found.sweep == first.id]
 
@@ -193,7 +193,7 @@ def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary
     attempts = info["attempts"]
     now = status(run, queue, info)
     last = last_metrics(run)
-    starts = [] if attempts else read_starts(run)  # a function, or a script without a pipeline
+    starts = [] if attempts else read_starts(run)  # without a pipeline there are no attempts
     return RunSummary(
         run=run,
         status=now,
@@ -218,7 +218,7 @@ def _started(attempts: Sequence[Mapping[str, Any]], starts: Sequence[Start]) -> 
 
 
 def _start_seconds(run: Run, start: Start, now: Status) -> float:
-    """Seconds of a start so far. One that was killed has no end: it counts up to its last output."""
+    """Returns the seconds of a start so far. A start that was killed has no end: it counts up to its last output."""
     if start.ended is not None:
         return max(0.0, start.ended - start.began)
     until = time.time() if now.state == "running" else last_output(run) or start.began
@@ -228,9 +228,9 @@ def _start_seconds(run: Run, start: Start, now: Status) -> float:
 def attempt_spans(
     run: Run, attempts: Sequence[Mapping[str, Any]], *, is_running: bool
 ) -> list[tuple[float, float]]:
-    """Begin and end of each attempt, in seconds since 1970. One that was killed ended with its last row of metrics.
+    """Returns begin and end of each attempt, in seconds since 1970.
 
-    The last attempt lasts until now if the run `is_running`.
+    An attempt that was killed ends with its last row of metrics, and the last attempt of a run that `is_running`, now.
 
     >>> attempt_spans(run, run.info()["attempts"], is_running=False)
     [(1794750478.6, 1794750489.2), (1794750516.6, 1794750519.3)]
@@ -248,16 +248,16 @@ def attempt_spans(
 
 
 def timestamp(text: object) -> float:
-    """Returns the seconds since 1970 of a time in run.json; 0 if it is not one."""
+    """Returns a time of run.json in seconds since 1970; 0 if it is not valid."""
     try:
         found = datetime.fromisoformat(str(text)).timestamp()
-    except (ValueError, OverflowError):  # the year 1 has no time before it
+    except (ValueError, OverflowError):  # the year 1 in a time zone east of UTC
         return 0.0
     return found if is_time(found) else 0.0
 
 
 def job_ids(submitted: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> JobIds | None:
-    """Returns the job of a run: that of submitted.json, else that in which its last attempt ran; None without one."""
+    """Returns the job in submitted.json, or else the job in which the last attempt ran; None if there is neither."""
     return JobIds.from_submission(submitted) or (JobIds.from_dict(attempts[-1]) if attempts else None)
 
 
@@ -274,7 +274,7 @@ def _heartbeat(run: Run) -> int | None:
 
 
 def _as_lost(summary: RunSummary) -> RunSummary:
-    why = f"{summary.status.why}, which does not change any more"
+    why = f"{summary.status.why}, which no longer changes"
     return replace(summary, status=Status(state="lost", why=why))
 
 

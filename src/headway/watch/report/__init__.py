@@ -1,6 +1,6 @@
 """The report of a run: one HTML file without scripts or outside resources, to keep, print or mail.
 
-`accounting` says where the time of all attempts went, `figures` draws, `page` puts it together.
+`accounting` accounts for the time of all attempts, `figures` draws curves and bars, `page` writes the HTML.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the time of a run went: training, and what was lost to data, other ranks, saves, restarts and starts."""
+"""Accounts for the time of a run: training, and time lost to data, other ranks, saves, restarts and startup."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ class RepeatedSteps:
 
     count: int
     made: int
-    """steps of all attempts together, with those that were repeated"""
+    """steps of all attempts, including repeated ones"""
     is_exact: bool
-    """False if nobody was left to record how far an attempt had come: its last log point is known, and not its steps
-    after it"""
+    """False if an attempt was killed before it recorded its last step: only its last log point is known"""
 
     def __str__(self) -> str:
         return f"{'' if self.is_exact else 'at least '}{plural(self.count, 'step')} repeated"
@@ -61,7 +60,7 @@ class TimeAccount:
     """between attempts: in the queue, or until somebody started the run again"""
     repeated: RepeatedSteps
     rank_hours: float
-    """hours of all ranks together, which are GPU-hours if each has a GPU"""
+    """sum over all ranks: GPU-hours if each rank has a GPU"""
 
     @property
     def goodput(self) -> float | None:
@@ -76,20 +75,17 @@ def account_run(run: Run) -> TimeAccount:
     0.93
     """
     view = RunView(run, thorough=True)
-    snapshot = view.refresh()
-    return account(
-        view, snapshot, [each for each in view.info().get("attempts", []) if isinstance(each, dict)]
-    )
+    return account(view, view.refresh())
 
 
-def account(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, Any]]) -> TimeAccount:
-    """Accounts for the time of all attempts, from what rank 0 recorded. The view must be thorough."""
+def account(view: RunView, snapshot: Snapshot) -> TimeAccount:
+    """Accounts for the time of all attempts, from rows of rank 0. The view must be thorough, and just refreshed."""
     is_running = snapshot.header.state in ("running", "starting")
-    spans = attempt_spans(view.run, attempts, is_running=is_running)
+    spans = attempt_spans(view.run, view.attempts, is_running=is_running)
     total = sum(end - begin for begin, end in spans)
     seconds = view.metrics.seconds
     trained = sum(seconds.get(phase, 0.0) for phase in _TRAINING)
-    again = count_repeated(attempts, view.metrics.step_ranges)
+    again = count_repeated(view.attempts, view.metrics.step_ranges)
     repeated = trained * again.count / again.made if again.made else 0.0
     parts = {
         "training": trained - repeated,
@@ -100,12 +96,12 @@ def account(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, A
         "saves": seconds.get("checkpoint", 0.0),
     }
     measured = sum(parts.values())
-    if measured > total > 0:  # of short steps few are measured, and stand for all
+    if measured > total > 0:  # only some short steps are measured, and scaled up
         parts = {name: value * total / measured for name, value in parts.items()}
     parts["rest"] = max(0.0, total - sum(parts.values()))
     gaps = [max(0.0, begin - end) for (_, end), (begin, _) in pairwise(spans)]
-    ranks = [_world_size(each) for each in attempts]
-    hours = sum((end - begin) * count for (begin, end), count in zip(spans, ranks, strict=True)) / 3600
+    sizes = [size for _, size in view.metrics.worlds]
+    hours = sum((end - begin) * size for (begin, end), size in zip(spans, sizes, strict=True)) / 3600
     return TimeAccount(
         parts=parts,
         total_s=total,
@@ -116,9 +112,9 @@ def account(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, A
 
 
 def count_repeated(attempts: Sequence[Mapping[str, Any]], ranges: Sequence[StepRange]) -> RepeatedSteps:
-    """Counts the steps that attempts made again: from where each resumed to where those before it had come.
+    """Counts the steps that attempts repeated: from the step where each resumed to the last step of those before it.
 
-    Both are in run.json. Where they are not, log points say the least that it can be.
+    Both are in run.json. Where they are missing, log points give a lower bound.
     """
     begins = [timestamp(each.get("started")) for each in attempts]
     count, made, reached, is_exact, is_reached_exact = 0, 0, -1, True, True
@@ -141,9 +137,3 @@ def count_repeated(attempts: Sequence[Mapping[str, Any]], ranges: Sequence[StepR
 def _step(attempt: Mapping[str, Any], name: str) -> int | None:
     step = attempt.get(name)
     return step if is_count(step) else None
-
-
-def _world_size(attempt: Mapping[str, Any]) -> int:
-    world = attempt.get("world")
-    size = world.get("world_size") if isinstance(world, dict) else None
-    return size if is_count(size) and size > 0 else 1

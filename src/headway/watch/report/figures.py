@@ -1,4 +1,4 @@
-"""Figures as SVG: curves and stacked bars, drawn once, with a title on each point of interest."""
+"""Figures as SVG: curves and stacked bars."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MANY_POINTS = 40
 
 
 def curves(named: Mapping[str, Series]) -> str:
-    """Draws curves over the same steps: the values; of many noisy ones these thin, and a moving average bold.
+    """Draws curves over the same steps. A noisy curve of many points is thin, with its moving average in bold.
 
     Values that are not finite cannot be drawn: the caption counts them.
     """
@@ -76,7 +76,7 @@ def _last(series: Series) -> float:
 
 
 def _range(series: Sequence[Series]) -> tuple[float, float]:
-    """The range that is drawn: 1 in 100 outliers at each end are cut off, so that a spike does not flatten the rest."""
+    """Returns the range to draw, without 1% of the values at each end, so that a spike does not flatten the rest."""
     values = sorted(value for each in series for value in each.means)
     cut = len(values) // 100
     low, high = values[cut], values[-1 - cut]
@@ -104,7 +104,7 @@ def _tick(value: float) -> str:
 
 
 def stacked(parts: Mapping[str, float], titles: Mapping[str, str]) -> str:
-    """Draws parts of a whole beside each other, with a key below."""
+    """Draws the parts of a whole as one bar, with a legend below."""
     whole = sum(parts.values())
     if whole <= 0:
         return ""

@@ -14,7 +14,7 @@ from headway.plan.report.saved_plan import PlanComparison
 from headway.run import Run
 from headway.system import files
 from headway.system.text import format_bytes, format_duration, plural
-from headway.watch.comparison import Better, better_of
+from headway.watch.comparison import best_point
 from headway.watch.report.accounting import PARTS, TimeAccount, account
 from headway.watch.report.figures import curves, stacked
 from headway.watch.runs import attempt_spans
@@ -26,7 +26,7 @@ _MAX_FIGURES = 24
 _MAX_MESSAGES = 100
 _DIFF_BYTES = 1 << 18
 _ZONED = "%Y-%m-%d %H:%M:%S %Z"
-"""with the time zone, which is that of all times: a report is read elsewhere"""
+"""with the time zone of all times of the page, which may be read elsewhere"""
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #dde1e8; --paper: #fff; --card: #f6f8fa; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa3b2; --line: #333b48; --paper: #13171d;
@@ -56,7 +56,7 @@ pre { background: var(--card); border-radius: 6px; padding: .7rem; overflow-x: a
 
 
 def write_report(run: Run, file: Path | None = None, *, price: float | None = None) -> Path:
-    """Writes the report of a run, by default to `report.html` in its directory. `price` is that of a GPU-hour.
+    """Writes the report of a run, by default to `report.html` in its directory. `price` is the price of a GPU-hour.
 
     >>> write_report(Run.open("runs/digits-2026.11.15-14.30-x7k2"))
     PosixPath('runs/digits-2026.11.15-14.30-x7k2/report.html')
@@ -73,8 +73,7 @@ def render(run: Run, *, price: float | None = None) -> str:
     view = RunView(run, thorough=True)
     snapshot = view.refresh()
     info = view.info()
-    attempts = [each for each in info.get("attempts", []) if isinstance(each, dict)]
-    times = account(view, snapshot, attempts)
+    times = account(view, snapshot)
     body = [
         _title(snapshot, info),
         _cards(snapshot, times, price),
@@ -82,7 +81,7 @@ def render(run: Run, *, price: float | None = None) -> str:
         _curves(snapshot.curves),
         _times(times),
         _plan(snapshot.plan),
-        _attempts(view, snapshot, attempts),
+        _attempts(view, snapshot),
         _ranks(snapshot),
         _devices(snapshot),
         _messages(snapshot),
@@ -141,16 +140,9 @@ def _cards(snapshot: Snapshot, times: TimeAccount, price: float | None) -> str:
 
 
 def _best(named: Mapping[str, Series]) -> list[tuple[str, float, int]]:
-    """The best value of each metric of which lower or higher is known to be better, validation first."""
-    found = []
-    for name, series in named.items():
-        better: Better | None = better_of(name)
-        if better is None or not series.means or name.startswith("train"):
-            continue
-        values = series.lows if better == "min" else series.highs
-        best = (min if better == "min" else max)(values)
-        found.append((name, best, series.steps[values.index(best)]))
-    return found
+    """Returns name, best value and its step of each metric that is not of training and has a best value."""
+    validated = {name: series for name, series in named.items() if not name.startswith("train")}
+    return [(name, *best) for name, series in validated.items() if (best := best_point(name, series))]
 
 
 def _failure(run: Run, snapshot: Snapshot) -> str:
@@ -161,8 +153,8 @@ def _failure(run: Run, snapshot: Snapshot) -> str:
     log = "\n".join(
         clean_indented(line) for line in last_lines(run.path, run.log_file(failure.rank or 0))[-40:]
     )
-    known = {"rank": failure.rank, "host": failure.host or None, "step": failure.step}
-    where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+    facts = {"rank": failure.rank, "host": failure.host or None, "step": failure.step}
+    where = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
     return (
         f"<h2>The first failure</h2><p>{escape(where)}</p><pre>{escape(text)}</pre>"
         f"<details><summary>the end of its log</summary><pre>{escape(log)}</pre></details>"
@@ -173,7 +165,7 @@ def _failure(run: Run, snapshot: Snapshot) -> str:
 
 
 def _curves(named: Mapping[str, Series]) -> str:
-    """One figure per metric; training and validation of the same metric share one."""
+    """Draws a figure per metric; training and validation of the same metric share one."""
     groups: dict[str, dict[str, Series]] = {}
     for name in sorted(named, key=_group_order):
         groups.setdefault(_group(name), {})[name] = named[name]
@@ -220,7 +212,7 @@ def _times(times: TimeAccount) -> str:
 
 
 def _plan(plan: Sequence[PlanComparison]) -> str:
-    """The plan against what happened, by the numbers that both have."""
+    """Compares the plan with the run, by the numbers that both have."""
     names = {"step": "seconds per step", "memory": "memory, allocated"}
     rows = []
     for each in plan:
@@ -236,7 +228,8 @@ def _plan(plan: Sequence[PlanComparison]) -> str:
 # --- tables
 
 
-def _attempts(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str, Any]]) -> str:
+def _attempts(view: RunView, snapshot: Snapshot) -> str:
+    attempts = view.attempts
     is_running = snapshot.header.state in ("running", "starting")
     spans = attempt_spans(view.run, attempts, is_running=is_running)
     rows = []
@@ -258,7 +251,7 @@ def _attempts(view: RunView, snapshot: Snapshot, attempts: Sequence[Mapping[str,
 
 
 def _steps(attempt: Mapping[str, Any], logged: Sequence[int]) -> str:
-    """The steps of an attempt. One that was killed came to its last log point, or further."""
+    """Returns the steps of an attempt. One that was killed reached at least its last log point."""
     if "step_started" not in attempt:
         return ""
     first = clean(attempt["step_started"], 20)
@@ -287,18 +280,16 @@ def _ranks(snapshot: Snapshot) -> str:
 def _devices(snapshot: Snapshot) -> str:
     rows = []
     for node in snapshot.nodes[:32]:
-        gpus = [gpu for gpu in node.get("gpus", []) if isinstance(gpu, dict)]
+        gpus = node["gpus"]
         hot = max((gpu.get("temperature", 0) for gpu in gpus), default=0)
         rows.append(
             (
-                escape(clean(node.get("host", ""), 60)),
+                escape(node["host"]),
                 f"{node.get('cpu', 0):.0%}",
                 format_bytes(node.get("memory_used", 0)),
                 str(len(gpus)),
                 f"{hot} °C" if hot else "-",
-                escape(
-                    ", ".join(sorted({str(why) for gpu in gpus for why in gpu.get("throttling", [])})) or "-"
-                ),
+                escape(", ".join(sorted({why for gpu in gpus for why in gpu["throttling"]})) or "-"),
             )
         )
     heads = ("node", "CPU", "memory", "GPUs", "hottest", "throttled by")
@@ -346,7 +337,7 @@ def _environment(run: Run) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """Returns a table; cells are HTML."""
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table>{f'<tr>{head}</tr>' if heads else ''}{body}</table>"

@@ -1,4 +1,4 @@
-"""`follow`: a line every few seconds, for pipes and logs."""
+"""`follow`: prints a line about a run every ten seconds, for pipes and logs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,34 @@ from headway.run.status import OVER
 from headway.system.text import format_duration
 from headway.watch.terminal.screen import ordered_curves
 from headway.watch.view import RunView, Snapshot
+from headway.watch.view.run_view import LOST_CHECKS
 from headway.watch.view.snapshot import Message
 
 _METRICS = 3
-_LOST_LOOKS = 3
-"""a file system that stalls makes a run on another machine look lost for a while"""
 
 
 def follow(view: RunView, show: Callable[[str], object], *, every_s: float = 10.0) -> Snapshot:
-    """Shows a line about the run every `every_s` seconds, and each new message, until the run is over.
+    """Calls `show` with a line about the run every `every_s` seconds, and with each new message, until the run is over.
 
-    Raises `UsageError` if the run directory is removed meanwhile.
+    Raises `UsageError` if the run directory is removed in the meantime.
 
     >>> follow(RunView(run), print)
     14:30:05 running, step 4,200 of 10,000 (42%), train/loss 0.51, 12,400 samples/s, ETA 1h12m, saved 3m10s ago
     """
     shown: set[Message] = set()
-    looks = 0  # at a run that looks lost
+    times_lost = 0  # consecutive snapshots
     while True:
         snapshot = view.refresh()
         if snapshot.header.state == "new" and not view.run.path.exists():
-            raise UsageError(
-                f"{view.run.path} is gone: the run was removed or moved, so nothing more is shown of it"
-            )
-        for message in snapshot.messages:  # of several ranks, whose clocks differ
+            raise UsageError(f"{view.run.path} is gone: the run was removed or moved")
+        for message in snapshot.messages:  # not only the last ones: clocks of ranks differ
             if message not in shown:
                 show(f"{_clock(message.time)} {message.kind}: {message.text}")
         shown = set(snapshot.messages)
         show(f"{_clock(snapshot.time)} {describe(snapshot)}")
         header = snapshot.header
-        looks = looks + 1 if header.state == "lost" and not header.is_certain else 0
-        if header.state in OVER and not 0 < looks < _LOST_LOOKS:
+        times_lost = times_lost + 1 if header.state == "lost" and not header.is_certain else 0
+        if header.state in OVER and not 0 < times_lost < LOST_CHECKS:
             for line in snapshot.failure.traceback if snapshot.failure else ():
                 show(line)
             return snapshot

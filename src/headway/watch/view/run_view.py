@@ -1,4 +1,4 @@
-"""`RunView`: a run directory as one picture, kept up to date by reading what is new."""
+"""`RunView`: the state of a run, kept up to date by reading what was added to its directory."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ from headway.watch.view.snapshot import Failure, Header, Message, RankRow, Safet
 from headway.watch.view.source import Row, RowTail, clean, clean_indented, read_object
 
 _QUEUE_S = 15.0
-"""seconds between two questions to the scheduler"""
+"""between two queries of the scheduler"""
 _QUEUE_WAIT_S = 0.4
-"""how long the first picture waits for its answer"""
+"""how long the first snapshot waits for the scheduler"""
 _HEARTBEAT_WAIT_S = 10.0
+LOST_CHECKS = 3
+"""consecutive snapshots in which a run must be lost: a file system that stalls makes it look so for a while"""
 _MAX_MESSAGES = 200
 _MAX_NODES = 4096
 _MAX_WARNING_RANKS = 256
 _SILENT_S = 30.0
 _SILENT_LOG_POINTS = 5
 _SILENT_GAPS = 2
-"""a run is silent after so many times the usual and the longest time between log points, and at least `_SILENT_S`"""
+"""a run is silent after `_SILENT_LOG_POINTS` times the usual time between log points, `_SILENT_GAPS` times the longest,
+and `_SILENT_S`"""
 _MESSAGE_KINDS = frozenset(
     {"warning", "straggler", "plan", "weights", "restart", "stopped", "failed", "interrupted"}
 )
@@ -44,35 +47,35 @@ _MESSAGE_KINDS = frozenset(
 
 @final
 class QueueWatcher:
-    """Asks the scheduler about the job of a run now and then, in a thread: it may take long to answer."""
+    """Queries the scheduler about the job of a run every 15 s, in a thread: it may take long to answer."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._queue, self._asked = run, Queue(), float("-inf")
+        self._run, self._queue, self._queried_at = run, Queue(), float("-inf")
         self._job: JobIds | None = None
         self._thread: threading.Thread | None = None
 
     def get(self) -> Queue:
-        """Returns the newest answer. A run that was queued again may have another job by now."""
+        """Returns the newest answer. A run that was queued again may have a different job now."""
         now = time.monotonic()
-        if now - self._asked <= _QUEUE_S or (self._thread is not None and self._thread.is_alive()):
+        if now - self._queried_at <= _QUEUE_S or (self._thread is not None and self._thread.is_alive()):
             return self._queue
-        before, self._asked = self._job, now
+        before, self._queried_at = self._job, now
         self._job = JobIds.from_submission(read_object(self._run.path, self._run.submission_file))
         if self._job is not None:
             if self._job != before:
                 self._queue = Queue(note="the scheduler has not answered yet")
-            self._thread = threading.Thread(target=self._ask, daemon=True)
+            self._thread = threading.Thread(target=self._query, daemon=True)
             self._thread.start()
             self._thread.join(_QUEUE_WAIT_S if self._job != before else 0.0)
         return self._queue
 
-    def _ask(self) -> None:
+    def _query(self) -> None:
         self._queue = schedulers.queue([self._job])
 
 
 @final
 class RunView:
-    """Reads a run directory; `refresh` returns what is known now. `thorough` reads all of a long metrics file.
+    """Reads a run directory. With `thorough`, it reads a long metrics file in full.
 
     >>> view = RunView(Run.open("runs/digits-2026.11.15-14.30-x7k2"))
     >>> view.refresh().header.state
@@ -84,39 +87,42 @@ class RunView:
         self._thorough = thorough
         self.metrics = MetricRows(run, thorough=thorough)
         self.ranks = RankTable(run)
-        self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)  # checkpoints would crowd them out
+        self._messages: deque[Message] = deque(
+            maxlen=_MAX_MESSAGES
+        )  # without checkpoints, of which there are many
         self._tails: dict[str, RowTail] = {}
         self._nodes: dict[str, Row] = {}
         self._stage: Row = {}
         self._checkpoint: Row = {}
-        self._attempts = 0
-        self._earlier_s = 0.0  # the time of all attempts but the last
+        self.attempts: list[Row] = []
+        """those of run.json at the last refresh"""
+        self._earlier_s = 0.0  # of all attempts but the last
         self._queue = QueueWatcher(run)
         self._beat: tuple[int | None, float] = (None, time.monotonic())
         self._event_time = 0.0
         self._ends: object = None  # the end of the job's time
-        self._begun = False
+        self._has_read = False
 
     def refresh(self) -> Snapshot:
-        """Reads what is new and returns the picture."""
+        """Reads what was added since the last call, and returns the state of the run."""
         info = self.info()
-        attempts = [each for each in info.get("attempts", []) if isinstance(each, dict)]
+        before = len(self.attempts)
+        attempts = self.attempts = [each for each in info.get("attempts", []) if isinstance(each, dict)]
         attempt: Row = attempts[-1] if attempts else {}
         started = timestamp(attempt.get("started"))
         world = attempt.get("world") or info.get("world")
         world = world if isinstance(world, dict) else {}
         world_size = _positive(world.get("world_size"))
-        if len(attempts) != self._attempts:
-            self._attempts = len(attempts)
+        if len(attempts) != before:
             self._earlier_s = _total_s(attempt_spans(self.run, attempts, is_running=True)[:-1])
             self.metrics.forget_pace()
             self.metrics.worlds = [_world(each) for each in attempts]
         self.metrics.refresh()
         self._read_events()
         self._read_nodes(started)
-        budget_s = inf if self._thorough else 0.15 if self._begun else 0.4
+        budget_s = inf if self._thorough else 0.15 if self._has_read else 0.4
         self.ranks.refresh(world_size, since=started - 1, budget_s=budget_s)
-        self._begun = True
+        self._has_read = True
         now = self._status(info)
         header = self._header(info, attempts, now, world, world_size)
         speed, ranks = self._speed(), self.ranks.rows(self._nodes)
@@ -144,7 +150,7 @@ class RunView:
             return {}
 
     def _read_events(self) -> None:
-        """Reads the events of all ranks that have any, and merges them by time."""
+        """Reads the new events of all ranks, and merges them by time."""
         files = [self.run.events_file(0)]
         files += self._listed(self.run.log_dir, r"events-\d{5}\.jsonl")[:_MAX_WARNING_RANKS]
         found = []
@@ -174,7 +180,7 @@ class RunView:
             for row in tail.read(1 << 15):
                 if is_time(row.get("time")) and row["time"] >= since:
                     self._nodes[path.stem] = sane_node(row)
-        # of an attempt on other nodes, these are not devices of the run any more
+        # an earlier attempt may have used other nodes
         self._nodes = {name: row for name, row in self._nodes.items() if row["time"] >= since}
 
     def _listed(self, directory: Path, pattern: str) -> list[Path]:
@@ -247,9 +253,9 @@ class RunView:
         )
 
     def _silent_s(self, started: float) -> float | None:
-        """Returns for how long no row and no event was written, if that is unusual.
+        """Returns the seconds since the last row or event, if that is unusually long; else None.
 
-        Until there are two log points, the first one tells how long one takes.
+        Until there are two log points, the time to the first one counts as the usual time between them.
         """
         rows = self.metrics
         usual_s = rows.last["time"] - started if rows.log_point_s is None else rows.log_point_s
@@ -276,14 +282,12 @@ class RunView:
 
     def _safety(self, now: Status) -> Safety:
         saved, ends = self._checkpoint, self._ends
-        if not saved:
-            return Safety(limit_left_s=_left_s(ends, now))
         return Safety(
             step=saved.get("step"),
-            age_s=max(0.0, time.time() - saved["time"]),
+            age_s=max(0.0, time.time() - saved["time"]) if saved else None,
             size_bytes=size if is_count(size := saved.get("bytes")) else None,
-            save_s=took if is_number(took := saved.get("total_seconds")) else None,
-            limit_left_s=_left_s(ends, now),
+            save_s=seconds if is_number(seconds := saved.get("total_seconds")) else None,
+            limit_left_s=ends - time.time() if is_time(ends) and now.state == "running" else None,
         )
 
     def _failure(self) -> Failure | None:
@@ -301,7 +305,7 @@ class RunView:
 
 
 def sane_node(row: Row) -> Row:
-    """Returns a device sample with what can be shown: numbers, and text without control characters."""
+    """Returns the numbers of a device sample, and its text without control characters."""
     found: Row = {name: value for name, value in row.items() if is_number(value)} | {
         "host": clean(row.get("host"), 60)
     }
@@ -334,12 +338,12 @@ def _message(row: Row) -> Message:
 
 
 def _positive(value: object) -> int:
-    """Returns a number of ranks or nodes; 1 if it is not one."""
+    """Returns a number of ranks or nodes; 1 if the value is not valid."""
     return value if is_count(value) and value > 0 else 1
 
 
 def _world(attempt: Row) -> tuple[float, int]:
-    """Returns the begin of an attempt, and its number of ranks."""
+    """Returns when an attempt started, and its number of ranks."""
     world = attempt.get("world")
     return timestamp(attempt.get("started")), _positive(
         world.get("world_size") if isinstance(world, dict) else 1
@@ -348,10 +352,6 @@ def _world(attempt: Row) -> tuple[float, int]:
 
 def _total_s(spans: Sequence[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
-
-
-def _left_s(ends: object, now: Status) -> float | None:
-    return ends - time.time() if is_time(ends) and now.state == "running" else None
 
 
 def _job(submitted: Row, attempts: list[Row]) -> str | None:

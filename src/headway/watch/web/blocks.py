@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from headway.watch.comparison import better_of
+from headway.watch.comparison import best_point, better_of
 from headway.watch.terminal.screen import ordered_curves
 from headway.watch.view import Snapshot
 from headway.watch.view.series import Series, resample
@@ -41,17 +41,15 @@ def blocks(snapshot: Snapshot) -> dict[str, Any]:
 
 def digest(name: str, series: Series) -> dict[str, Any]:
     """Returns a curve in a few numbers: the newest and the best value, its range, and a line to draw beside it."""
-    better = better_of(name)
-    values = series.lows if better == "min" else series.highs
-    best = (min if better == "min" else max)(values) if better and values else None
+    best, best_step = best_point(name, series) or (None, None)
     return {
         "name": name,
         "last": series.last,
         "low": min(series.lows, default=None),
         "high": max(series.highs, default=None),
-        "better": better,
+        "better": better_of(name),
         "best": best,
-        "best_step": None if best is None else series.steps[values.index(best)],
+        "best_step": best_step,
         "non_finite": series.non_finite,
         "spark": resample(series, min(_SPARK_POINTS, len(series.steps))),
     }
