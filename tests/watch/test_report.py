@@ -14,6 +14,7 @@ from synthetic_run import make_run, row, write_rows
 
 from headway import record
 from headway.cli import main
+from headway.cli.screen import safe
 from headway.record import attempt
 from headway.run import Run
 from headway.watch.report import account, figures, render
@@ -299,9 +300,7 @@ def test_comparing_shows_curves_and_how_the_code_differs(
     )
     assert main(["compare", *places, "--code", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["same"] is False and found["diff"] == [
-        each.replace("\\x1b", "\x1b") for each in shown.splitlines()
-    ]
+    assert found["same"] is False and [safe(each) for each in found["diff"]] == shown.splitlines()
     assert main(["compare", places[0], places[0], "--code"]) == 2
 
 

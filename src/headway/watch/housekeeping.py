@@ -1,4 +1,4 @@
-"""Removes and archives runs that are over. Nobody can train in a run meanwhile, and nothing is lost half-way."""
+"""Removes and archives runs that are over. A lock keeps others from training in them, and a crash loses no data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def size_of(run: Run) -> int:
 
 
 def check_idle(run: Run, what: Literal["remove", "archive"]) -> None:
-    """Raises `UsageError` if a run is running, or queued, or cannot be known not to be."""
+    """Raises `UsageError` if a run is running or queued, or may be."""
     now = summary_of(run).status
     if not now.certain and now.state != "running" and not is_over_for_good(run):
         advice = "try again when the scheduler answers"
@@ -48,7 +48,7 @@ def check_idle(run: Run, what: Literal["remove", "archive"]) -> None:
 
 
 def check_code(run: Run, *, leaving: Sequence[Run] = ()) -> None:
-    """Raises `UsageError` if runs that are not done need the copy of the code in this one, which their sweep shares.
+    """Raises `UsageError` if runs that are not done use the copy of the code in this run, which their sweep shares.
 
     `leaving` are the runs that are removed together with it.
     """
@@ -70,7 +70,7 @@ def _uses_code(run: Run, holder: Run) -> bool:
 
 
 def remove(run: Run) -> None:
-    """Removes a run that is over. A process that is killed meanwhile leaves a directory `.headway-*.tmp`.
+    """Removes a run that is over. If the process is killed meanwhile, a directory `.headway-*.tmp` remains.
 
     >>> remove(Run.open("runs/digits-2026.11.15-14.30-x7k2"))
     """
@@ -83,7 +83,7 @@ def remove(run: Run) -> None:
 
 
 def archive(run: Run, directory: Path | None = None) -> Path:
-    """Packs a run that is over into a tar file, by default in `archive` beside it, checks that, and removes the run.
+    """Packs a run that is over into a tar file, by default in `archive` beside it; checks the file and removes the run.
 
     >>> archive(Run.open("runs/digits-2026.11.15-14.30-x7k2"))
     PosixPath('runs/archive/digits-2026.11.15-14.30-x7k2.tar')
@@ -93,7 +93,7 @@ def archive(run: Run, directory: Path | None = None) -> Path:
         raise UsageError(f"{target} exists already: move it away first")
     with _idle(run, "archive"), files.storage(f"write {target}"):
         target.parent.mkdir(mode=0o700, exist_ok=True)
-        if directory is None:  # nobody has said that it is to be trusted
+        if directory is None:  # a directory that the user chose is trusted
             _check_own(target.parent)
         _pack(run, target)
     remove(run)
@@ -101,7 +101,7 @@ def archive(run: Run, directory: Path | None = None) -> Path:
 
 
 def _pack(run: Run, target: Path) -> None:
-    """Writes a run to a tar file that has its name only when it is whole; what is half-made is removed."""
+    """Writes a run to a tar file, which gets its name when it is complete; an incomplete one is removed."""
     partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}.tmp")
     try:
         with os.fdopen(files.open_private(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -117,14 +117,14 @@ def _pack(run: Run, target: Path) -> None:
 
 
 def _check_own(directory: Path) -> None:
-    """Raises `UsageError` if others could remove what is put into a directory, or have put a link in its place."""
+    """Raises `UsageError` if other users can remove files of a directory, or have replaced it by a link."""
     try:
         if directory.is_symlink():
             ownership.check_owner(directory)
         ownership.check_root(directory)
     except UsageError as error:
         raise UsageError(
-            f"{directory} is not safe for the only copy of a run ({error}); or give another: --to DIR"
+            f"{directory} is not safe for the only copy of a run ({error}); choose another: --to DIR"
         ) from error
 
 
@@ -139,7 +139,7 @@ def _idle(run: Run, what: Literal["remove", "archive"]) -> Iterator[None]:
 
 
 def _compare(packed: Path, run: Run) -> None:
-    """Raises `StorageError` unless the tar file has every file of the run with all its bytes."""
+    """Raises `StorageError` unless the tar file has every file of the run in full size."""
     on_disk = {
         f"{run.id}/{path.relative_to(run.path).as_posix()}": path.stat().st_size
         for path in run.path.rglob("*")
@@ -147,9 +147,9 @@ def _compare(packed: Path, run: Run) -> None:
     }
     with tarfile.open(packed) as tar:
         inside = {member.name: member.size for member in tar if member.isfile()}
-        # of files that are hard links to each other, all but the first are names of it
+        # hard links are stored as the name of the first file
         inside |= {each.name: inside.get(each.linkname, -1) for each in tar.getmembers() if each.islnk()}
-    lock = f"{run.id}/lock/"  # its heartbeat goes on
+    lock = f"{run.id}/lock/"  # its heartbeat keeps changing
     missing = [
         name for name, size in on_disk.items() if inside.get(name) != size and not name.startswith(lock)
     ]

@@ -1,4 +1,4 @@
-"""Finds which samples were in a step of a run, from its ledger: at any later time, without torch or the data."""
+"""Finds the samples of a step of a run, from its ledger; needs neither torch nor the data."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The live screen of `headway watch`, and its plain lines for pipes.
 
-`screen` lays a snapshot out for a terminal of any size, as a pure function; `charts` draws bars and curves with
+`screen` lays out a snapshot for a terminal of any size, as a pure function; `charts` draws bars and curves with
 characters; `live` keeps the screen up to date and reads keys; `lines` prints one line every few seconds instead.
 
-The screen is made with rich. To import textual takes several times the CPU time, for widgets that a page without input
-fields does not use; nothing else of the two was compared.
+The screen uses rich. Importing textual takes several times the CPU time, for widgets that a screen without input fields
+does not need.
 """
 
 from __future__ import annotations

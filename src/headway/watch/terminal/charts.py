@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,11 +29,11 @@ PHASES = {
     "checkpoint": "save",
     "other": "other",
 }
-"""what people call the phases of a step, in the order in which they are shown"""
+"""the phases of a step in the order in which they are shown, and their labels"""
 
 
 def progress_bar(fraction: float, width: int) -> Text:
-    """Draws how much is done.
+    """Draws a fraction as a bar.
 
     >>> progress_bar(0.5, 8).plain
     '━━━━────'
@@ -43,7 +43,7 @@ def progress_bar(fraction: float, width: int) -> Text:
 
 
 def stacked_bar(shares: Mapping[str, float], width: int) -> Text:
-    """Draws shares that add to 1 beside each other. Each phase has a character of its own, for screens without color.
+    """Draws shares that add up to 1 as one bar. Each phase has its own character, for terminals without color.
 
     >>> stacked_bar({"data": 0.25, "compute": 0.75}, 8).plain
     '██▓▓▓▓▓▓'
@@ -57,10 +57,10 @@ def stacked_bar(shares: Mapping[str, float], width: int) -> Text:
 
 
 def legend(shares: Mapping[str, float], *, least: float = 0.005) -> Text:
-    """Says which character is which phase, the largest share first."""
-    known = sorted((share, phase) for phase, share in shares.items() if phase in PHASES and share >= least)
+    """Returns the legend of `stacked_bar`, the largest share first."""
+    listed = sorted((share, phase) for phase, share in shares.items() if phase in PHASES and share >= least)
     found = Text()
-    for share, phase in reversed(known):
+    for share, phase in reversed(listed):
         found.append(_FILLS[phase][0], _FILLS[phase][1])
         found.append(f" {PHASES[phase]} {share:.0%}  ")
     return found
@@ -70,16 +70,14 @@ _LABEL_WIDTH = 7
 
 
 def curve(series: Series, width: int, height: int) -> list[str]:
-    """Draws a curve with braille dots, two by four to a character; of a noisy one the moving average.
+    """Draws a curve with braille dots, two by four per character. Of a long noisy curve, it draws the moving average.
 
     >>> curve(Series(steps=[0, 1], means=[0.0, 1.0]), 12, 1)
     ['      1 ┤⡠⠊⠁']
     """
     inner = width - _LABEL_WIDTH - 2
-    is_trend = len(series.steps) > inner and is_noisy(
-        series.means
-    )  # then the trend is what there is room for
-    shown = replace(series, means=smoothed(series.steps, series.means)) if is_trend else series
+    is_averaged = len(series.steps) > inner and is_noisy(series.means)
+    shown = replace(series, means=smoothed(series.steps, series.means)) if is_averaged else series
     values = resample(shown, 2 * inner) if inner > 0 and height > 0 else []
     finite = [value for value in values if value is not None]
     if not finite:
@@ -111,19 +109,10 @@ def _label(number: int, height: int, low: float, high: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Returns as many of four digits as fit the margin.
+    """Formats a number with as many digits as fit the margin, at most four.
 
     >>> _short(0.00070532), _short(-1.234e-05), _short(2.345)
     ('0.00071', '-1e-05', '2.345')
     """
     texts = [f"{value:.{digits}g}" for digits in (4, 3, 2, 1)]
     return next((text for text in texts if len(text) <= _LABEL_WIDTH), texts[-1])
-
-
-def columns(lines: Sequence[Text], width: int) -> list[Text]:
-    """Cuts lines to the width of the terminal."""
-    found = []
-    for line in lines:
-        line.truncate(width, overflow="ellipsis")
-        found.append(line)
-    return found

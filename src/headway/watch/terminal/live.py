@@ -1,4 +1,4 @@
-"""`watch`: keeps the screen up to date and reads keys. It only reads the run: training does not notice."""
+"""`watch`: refreshes the screen and reads keys. It only reads the run directory, so training is not affected."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from headway.watch.view.source import clean_indented, last_lines
 REFRESH_S = 1.0
 _KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "n", "\x1b[D": "p", "\x03": "q", "\x1b": "m"}
 _KEY = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[^\[O])?|.", re.DOTALL)
-"""a character, or what a terminal sends for an arrow, a function key, or a key with Alt"""
+"""a character, or the escape sequence of an arrow, a function key, or a key with Alt"""
 _TYPED_BYTES = 1 << 10
 _CYCLE_MOST = 0.08
-"""fraction of a core that the screen may take: a refresh that takes long is followed by a longer pause"""
+"""fraction of a core that the screen may use: the pause after a slow refresh is longer"""
 
 
 def watch(runs: Sequence[Run], console: Console, *, refresh_s: float = REFRESH_S) -> None:
-    """Shows runs on the terminal, the first one first, until somebody presses q.
+    """Shows runs on the terminal, beginning with the first one, until q is pressed.
 
     >>> watch([Run.open("runs/digits-2026.11.15-14.30-x7k2")], Console())
     """
@@ -55,14 +55,14 @@ def watch(runs: Sequence[Run], console: Console, *, refresh_s: float = REFRESH_S
                 keys = read_keys(descriptor, max(0.0, deadline - time.monotonic()))
                 if "q" in keys:
                     return
-                is_other = [watcher.press(key) for key in keys]
-                if not keys or any(is_other):
+                has_switched = [watcher.press(key) for key in keys]
+                if not keys or any(has_switched):
                     break
 
 
 @final
 class Watcher:
-    """The runs that are watched, and what the keys have chosen."""
+    """The runs that are watched, and the selection that keys change."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs, self._views = runs, {0: RunView(runs[0])}
@@ -71,7 +71,7 @@ class Watcher:
         self.snapshot: Snapshot = self._views[0].refresh()
 
     def refresh(self) -> None:
-        """Reads what is new."""
+        """Reads what was added to the selected run."""
         view = self._views.get(self._at)
         if view is None:
             view = self._views[self._at] = RunView(self._runs[self._at])
@@ -79,7 +79,7 @@ class Watcher:
         self._read_log()
 
     def press(self, key: str) -> bool:
-        """Does what a key stands for; returns whether another run is to be read."""
+        """Handles a key; returns whether it selected another run, which must be read."""
         ranks = [row.rank for row in self.snapshot.ranks] or [0]
         match key:
             case "n" | "p":
@@ -106,7 +106,7 @@ class Watcher:
 
 @contextmanager
 def raw_keys() -> Iterator[int | None]:
-    """Makes single keys readable within the context; yields the terminal's descriptor, or None without one."""
+    """Lets single keys be read within the context; yields the descriptor of the terminal, None without a terminal."""
     descriptor = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
     if descriptor is None:
         yield None
@@ -120,7 +120,7 @@ def raw_keys() -> Iterator[int | None]:
 
 
 def read_keys(descriptor: int | None, timeout_s: float) -> list[str]:
-    """Returns the keys that were pressed, several if one is held down; none if there is none in time."""
+    """Returns the keys that were pressed, several if one is held down; an empty list after `timeout_s`."""
     if descriptor is None:
         time.sleep(timeout_s)
         return []

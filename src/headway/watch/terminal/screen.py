@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, final
+from typing import final
 
 from rich.text import Text
 
 from headway.system.text import format_bytes, format_duration, plural
-from headway.watch.terminal.charts import columns, curve, legend, progress_bar, stacked_bar
+from headway.watch.terminal.charts import curve, legend, progress_bar, stacked_bar
 from headway.watch.view.series import Series, sparkline
 from headway.watch.view.snapshot import DatasetRow, Failure, Header, Message, RankRow, Snapshot
 
@@ -28,11 +28,11 @@ STATE_STYLES = {
 }
 _MARGIN = 10
 _TALL = 34
-"""lines from which on a large curve comes before further ranks and messages"""
+"""on a screen of so many lines, a large curve comes before further ranks and messages"""
 _CURVE_LINES = 14
 _RISK_S = 3600.0
 _DATA_SHARE = 0.1
-"""a larger share of the time without data is marked"""
+"""a rank that waits for data for a larger share of its time is marked"""
 _HOT_C = 85
 
 
@@ -43,7 +43,7 @@ class Selection:
 
     curve: int = 0
     rank: int | None = None
-    """whose log is shown; None: messages of all ranks"""
+    """the rank whose log is shown; None for messages of all ranks"""
     run: tuple[int, int] = (1, 1)
     """number of the run, and how many there are"""
     log: Sequence[str] = ()
@@ -81,7 +81,10 @@ def layout(snapshot: Snapshot, width: int, height: int, chosen: Selection | None
     body = [*learning, *chart, *fixed, *ranks, *messages]
     lines = [*head, *body][: max(0, height - len(foot))]
     lines += [Text()] * (height - len(foot) - len(lines)) if foot else []
-    return columns([*lines, *foot], width)
+    lines += foot
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
 
 
 # --- who and where
@@ -139,7 +142,7 @@ def _failure(failure: Failure | None, height: int) -> list[Text]:
 
 
 def ordered_curves(curves: Mapping[str, Series]) -> list[str]:
-    """Returns the names of curves, those first that people look for first: losses, then other metrics."""
+    """Returns the names of curves in the order in which they are shown: losses, other metrics, learning rates."""
 
     def key(name: str) -> tuple[int, int, str]:
         last = name.rpartition("/")[2].lower()
@@ -241,11 +244,11 @@ def _safety(snapshot: Snapshot) -> list[Text]:
 
 
 def _nodes(snapshot: Snapshot) -> list[Text]:
-    """One line for all nodes: the worst of what can be in the way."""
+    """Summarizes the devices of all nodes in one line."""
     nodes = snapshot.nodes
     if not nodes:
         return []
-    gpus = [gpu for node in nodes for gpu in _list(node.get("gpus"))]
+    gpus = [gpu for node in nodes for gpu in node["gpus"]]
     parts = []
     if gpus:
         used = [gpu["utilization"] for gpu in gpus if "utilization" in gpu]
@@ -345,7 +348,7 @@ def _messages(snapshot: Snapshot, chosen: Selection, most: int) -> list[Text]:
 
 
 def _repeated(messages: Sequence[Message]) -> list[tuple[Message, int]]:
-    """Counts messages that say the same again but for numbers; the newest stands for all."""
+    """Counts consecutive messages that differ in numbers only; the newest stands for all of them."""
     found: list[tuple[Message, int]] = []
     for message in messages:
         before, count = found[-1] if found else (None, 0)
@@ -372,7 +375,7 @@ def _keys(chosen: Selection) -> Text:
 
 
 def _labelled(label: str, content: str | Text, style: str = "") -> Text:
-    line = Text().append(f"{label:<{_MARGIN}}", "dim")  # a style of its own would be that of the whole line
+    line = Text().append(f"{label:<{_MARGIN}}", "dim")  # `Text(..., style)` would style the whole line
     return line.append_text(content) if isinstance(content, Text) else line.append(content, style)
 
 
@@ -387,11 +390,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _clock(moment: float, now: float) -> str:
-    """Formats a time of day; of another day with its date."""
+    """Formats a time; with the date if it is not of today."""
     at = datetime.fromtimestamp(moment)
     same = at.date() == datetime.fromtimestamp(now).date()
     return at.strftime("%H:%M:%S" if same else "%m-%d %H:%M")
-
-
-def _list(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

@@ -1,8 +1,8 @@
-"""One view of a run, which the terminal, the report and the page show: read from its directory, in bounded memory.
+"""The view of a run that terminal, report and page share: read from its directory, in bounded memory.
 
-`RunView.refresh` reads what was written since the last time, and returns a `Snapshot` of plain values. Long files are
-read from their end and sampled in between; curves keep a fixed number of points. Nothing that a run directory holds is
-trusted: text loses its control characters, lines and files have limits, links are not followed.
+`RunView.refresh` reads what was written since the last call, and returns a `Snapshot` of plain values. Of long files,
+it reads the end and samples the rest; curves have a limited number of points. The content of a run directory is not
+trusted: control characters are removed from text, lines and files have limits, links are not followed.
 """
 
 from __future__ import annotations

@@ -16,27 +16,27 @@ from headway.watch.view.snapshot import DatasetRow
 from headway.watch.view.source import Row, RowTail, clean
 
 _WHOLE_BYTES = 4 << 20
-"""longer files are sampled, unless all of it is asked for"""
+"""longer files are sampled, unless `thorough`"""
 _KEPT_BYTES = 1 << 19
 _THOROUGH_BYTES = 1 << 30
-"""of a longer file the rest is sampled in any case: a file may have any size without having any content"""
+"""longer files are sampled in any case: a sparse file can have any size"""
 _PLACES = 400
 _RARE = (b'{"kind": "validation"', b'{"kind": "epoch"')
-"""how rows begin of which a sample would have none"""
+"""beginnings of rows that are too rare for a sample"""
 _RECENT = 50
 """log points from which speeds are computed"""
 _MAX_CURVES = 400
 _NAME_CHARACTERS = 120
 _PAUSES = ("validation", "checkpoint")
 PHASES = ("data", "compute", "optimizer", "wait", "validation", "checkpoint", "other")
-"""the phases of a step that are known; a row may name others, which only count as a whole"""
+"""known phases of a step; the seconds of others count in totals only"""
 _PART_BYTES = 1 << 20
 _MAX_PARTS = 8
-"""parts of the file that are read again to see more of a range of steps"""
+"""parts of the file that are read again to show a range of steps in detail"""
 
 
 class StepRange(NamedTuple):
-    """Log points without a step back; an attempt that repeats steps begins another range."""
+    """Consecutive log points; an attempt that repeats steps begins another range."""
 
     first_step: int
     first_time: float
@@ -55,9 +55,9 @@ class FilePart(NamedTuple):
 
 @final
 class MetricRows:
-    """Reads the metrics of a run. `thorough` reads every row of a long file, which takes seconds per 100 MB.
+    """Reads the metrics of a run. With `thorough`, it reads every row of a long file, which takes seconds per 100 MB.
 
-    Of a file of more than 1 GiB it reads the last part, and samples the rest.
+    Of a file larger than 1 GiB, it reads the last part and samples the rest.
     """
 
     def __init__(self, run: Run, *, thorough: bool = False) -> None:
@@ -73,14 +73,14 @@ class MetricRows:
         self.samples = Series()
         """samples of all ranks so far"""
         self.worlds: Sequence[tuple[float, int]] = ()
-        """begin and number of ranks of each attempt"""
+        """start time and number of ranks of each attempt"""
         self.began: float | None = None
         """time of the first row"""
         self.is_sampled = False
         """whether rows between the sampled ones were skipped"""
         self._path, self._run_path = run.metrics_file(0), run.path
         self._parts: list[FilePart] = []
-        self._is_gap = False  # between the last row and the next one rows were skipped
+        self._is_gap = False  # rows were skipped between the last row and the next
         self._restarts, self._attempt_began = RestartDetector(), 0.0
         self._counted = 0  # samples of rank 0's loader, by its own count
         self._tail = RowTail(run.path, run.metrics_file(0))
@@ -88,14 +88,13 @@ class MetricRows:
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._paces: deque[float] = deque(maxlen=4 * _RECENT)
         self._pause_s = 0.0
-        self.longest_gap_s, self._row_time = (
-            0.0,
-            math.inf,
-        )  # between two rows of an attempt, and of the newest
-        self._names: dict[str, str] = {}  # of metrics, as they may be shown
+        self.longest_gap_s = 0.0
+        """between two rows of an attempt"""
+        self._row_time = math.inf  # of the newest row
+        self._names: dict[str, str] = {}  # metric name in the file -> name to show
 
     def refresh(self) -> bool:
-        """Reads what is new; returns whether anything was."""
+        """Reads the rows that were added; returns whether there were any."""
         before = self._tail.offset
         if not self._begun:
             self._begun = True
@@ -105,29 +104,31 @@ class MetricRows:
                 self._tail.skip_to_end(kept)
                 for row in self._tail.sample(_PLACES, _RARE):
                     self._add(row)
-                self.phases.clear()  # between two of these rows are more steps than those of a log point
+                self.phases.clear()  # sampled rows are further apart than log points
                 self._is_gap = True
                 self.forget_pace()
-        end = self._tail.size  # what is written meanwhile is for the next time
+        end = self._tail.size  # rows that are written meanwhile are left to the next call
         while True:
             at = self._tail.offset
             rows = self._tail.read()
             for row in rows:
                 self._add(row)
             self._note_part(at, self._tail.offset, rows)
-            if self._tail.offset == at or self._tail.offset >= end:  # a chunk without a whole row is no end
+            if (
+                self._tail.offset == at or self._tail.offset >= end
+            ):  # a chunk without a whole row is not the end
                 return self._tail.offset > before
 
     def forget_pace(self) -> None:
-        """Starts the speeds again: another attempt has begun, perhaps on other machines."""
+        """Forgets recent speeds: a new attempt has begun, perhaps on other machines."""
         self._recent.clear()
         self._paces.clear()
         self.longest_gap_s, self._row_time = 0.0, math.inf
 
     def within(self, name: str, first_step: int, last_step: int) -> Series | None:
-        """Returns a curve in a range of steps, from the file again: with every row, if the range is short enough.
+        """Reads a range of steps of a curve from the file again, with every row.
 
-        None if the range is too long for that, or not of the part of the file that was read as a whole.
+        Returns None if the range is too long, or outside the part of the file that was read in full.
         """
         parts = [
             part for part in self._parts if part.first_step <= last_step and part.last_step >= first_step
@@ -161,7 +162,7 @@ class MetricRows:
                     break
 
     def _note_part(self, begin: int, end: int, rows: Sequence[Row]) -> None:
-        """Remembers where in the file which steps are."""
+        """Records which part of the file has which steps."""
         steps = [step for row in rows if is_count(step := row.get("step"))]
         if not steps:
             return
@@ -173,7 +174,7 @@ class MetricRows:
         else:
             self._parts.append(part)
 
-    # --- what the rows say
+    # --- results
 
     @property
     def step_s(self) -> tuple[float | None, float | None]:
@@ -235,7 +236,7 @@ class MetricRows:
                 continue
             name = self._name(given)
             if kind == "epoch" and name in self.curves and not self.curves[name].of_epochs:
-                continue  # the mean over an epoch of what log points have
+                continue  # the mean over an epoch of values that log points have
             series = self.curves.get(name)
             if series is None:
                 if len(self.curves) >= _MAX_CURVES:
@@ -245,7 +246,7 @@ class MetricRows:
             series.add(step, float(time), number)
 
     def _name(self, given: str) -> str:
-        """Returns the name of a metric as it may be shown; remembers as many as a run may have, however many come."""
+        """Returns the name of a metric without control characters, from a cache of limited size."""
         name = self._names.get(given)
         if name is None:
             name = clean(given, _NAME_CHARACTERS)
@@ -267,21 +268,23 @@ class MetricRows:
         self._recent.append(row)
 
     def _add_steps(self, row: Row, step: int) -> None:
-        """Adds the steps between the log point before and this one."""
+        """Adds the steps between the previous log point and this one."""
         before, time = self.last, float(row["time"])
         attempt = next((each for each in reversed(self.worlds) if each[0] <= time), (0.0, 1))
         is_continued = attempt[0] == self._attempt_began
         self._attempt_began = attempt[0]
         if self._restarts.observe(row):
             self._forget(step)
-        elif before and step == before["step"]:  # another log point of it, such as at the end of an epoch
+        elif (
+            before and step == before["step"]
+        ):  # a second log point at the same step, as at the end of an epoch
             self.last, self._pause_s = before | {"time": time}, 0.0
             return
         elif before and is_continued:
             passed = time - before["time"] - self._pause_s
             if passed > 0:
                 self._paces.append(passed / (step - before["step"]))
-        elif before:  # what was between two attempts is not the pace of either
+        elif before:  # the time between two attempts is not a pace
             self.forget_pace()
         self._add_phases(row, step, step - before["step"] if before else step)
         self._add_samples(row, step, ranks=attempt[1], is_continued=is_continued)
@@ -289,7 +292,7 @@ class MetricRows:
         self.last, self._pause_s = row, 0.0
 
     def _forget(self, step: int) -> None:
-        """Forgets what an earlier attempt wrote at `step` and after it: a restart repeats these steps."""
+        """Removes values at `step` and later: a restart repeats these steps."""
         self.forget_pace()
         for series in self.curves.values():
             series.cut(step)
@@ -305,19 +308,19 @@ class MetricRows:
             self.step_ranges[-1] = last._replace(last_step=step, last_time=time)
 
     def _add_phases(self, row: Row, step: int, steps: int) -> None:
-        """Adds the seconds per step, where it is known for how many steps the seconds are."""
+        """Adds the seconds per step, unless the number of steps since the previous row is unknown."""
         if steps <= 0 or self._is_gap:
             for series in self.phases.values():
                 series.cut(step)
             self._is_gap = False
             return
         seconds = _seconds(row)
-        for phase in PHASES:  # all of them from the first row on, so that their points are at the same steps
+        for phase in PHASES:  # all of them in every row, so that their curves share steps
             series = self.phases.setdefault(phase, Series())
             series.add(step, float(row["time"]), seconds.get(phase, 0.0) / steps)
 
     def _add_samples(self, row: Row, step: int, *, ranks: int, is_continued: bool) -> None:
-        """Counts samples from rank 0's counter, which begins again with each attempt."""
+        """Counts samples by rank 0's counter, which starts from 0 in each attempt."""
         counters = self.data.get("train", next(iter(self.data.values()), None)) if self.data else None
         count = counters.get("samples") if isinstance(counters, dict) else None
         if not is_count(count):
@@ -339,7 +342,7 @@ def _seconds(row: Row) -> dict[str, float]:
 
 
 def _number(value: object) -> float | None:
-    """Returns the value of a metric, which may be of any size; one too large to be computed with is infinite."""
+    """Returns the value of a metric; one that is too large to compute with becomes infinite."""
     if value in ("nan", "inf", "-inf"):
         return float(str(value))
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -350,7 +353,9 @@ def _number(value: object) -> float | None:
 
 def _dataset(name: str, counters: Mapping[str, Any]) -> DatasetRow:
     numbers = {key: value for key, value in counters.items() if is_number(value)}
-    opened = [numbers.get(f"cache/{kind}", 0) for kind in ("hit", "copied", "source")]  # local needs no cache
+    opened = [
+        numbers.get(f"cache/{kind}", 0) for kind in ("hit", "copied", "source")
+    ]  # "local" shards need no cache
     mixture = [
         (clean(key[6:], 40), value, numbers.get(f"target/{key[6:]}", 0.0))
         for key, value in numbers.items()

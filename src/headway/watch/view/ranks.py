@@ -1,4 +1,4 @@
-"""The ranks of a run, from the end of each rank's metrics file; of many, some at each refresh."""
+"""The ranks of a run, from the end of each rank's metrics file. Of many ranks, each refresh reads some."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_LOST_S = 1.0
 _KEPT_BYTES = 1 << 13
 _KEPT_ROWS = 8
 _BUDGET_S = 0.15
-"""seconds of one refresh; of thousands of ranks on a slow file system, each is read less often"""
+"""of one refresh; with thousands of ranks on a slow file system, each rank is read less often"""
 _MAX_RANKS = 1 << 16
 
 
@@ -37,7 +37,7 @@ class RankTable:
         self._next = 0
 
     def refresh(self, world_size: int, since: float, budget_s: float = _BUDGET_S) -> None:
-        """Reads what is new of ranks 0 to `world_size` - 1, and forgets what is older than `since`."""
+        """Reads new rows of ranks 0 to `world_size` - 1, and drops rows older than `since`."""
         count = min(world_size, _MAX_RANKS)
         begin = time.monotonic()
         for _ in range(count):
@@ -84,9 +84,9 @@ class RankTable:
         return sorted(found, key=lambda row: (-(row.relative or 0.0), row.rank))
 
     def _stragglers(self, known: Mapping[int, deque[Row]]) -> set[int]:
-        """Returns the ranks that were slow at the newest steps that most ranks have, by the loop's own rule.
+        """Returns the ranks that were slow at the newest steps that most ranks have, by the rule of the training loop.
 
-        Of those only that are kept: a rank that loses less than a second there is named by the loop alone.
+        Only the newest rows are kept: a rank that loses less than a second in them is reported by the loop alone.
         """
         steps = Counter(row["step"] for rows in known.values() for row in rows)
         common = sorted(step for step, count in steps.items() if 2 * count > len(known))
@@ -110,7 +110,7 @@ class RankTable:
 
 
 def _read_end(tail: RowTail) -> list[Row]:
-    """Returns the newest rows of a file, of those that are new. One with many metrics may be longer than usual."""
+    """Returns the newest of the rows that were added. A row with many metrics may be longer than `_KEPT_BYTES`."""
     before, kept_bytes = tail.offset, _KEPT_BYTES
     while True:
         tail.skip_to_end(kept_bytes)
@@ -132,7 +132,7 @@ def is_log_point(row: Row) -> bool:
 
 
 def busy_s(row: Row) -> float:
-    """Seconds that a rank spent on its own, waiting for data and in the forward pass."""
+    """Returns the seconds of a rank's own work: waiting for data, and the forward pass."""
     found = row.get("busy_seconds")
     if is_number(found):
         return float(found)
@@ -147,13 +147,13 @@ def data_share(row: Row) -> float | None:
 def _assign_gpus(
     hosts: Mapping[int, str], nodes: Mapping[str, Mapping[str, Any]]
 ) -> dict[int, Mapping[str, Any]]:
-    """Returns the GPU of each rank, on nodes that have one for each: they are assigned in the order of rank."""
+    """Returns the GPU of each rank, in the order of ranks, for nodes with as many GPUs as ranks."""
     found: dict[int, Mapping[str, Any]] = {}
     by_host: dict[str, list[int]] = {}
     for rank in sorted(hosts):
         by_host.setdefault(hosts[rank], []).append(rank)
     for host, ranks in by_host.items():
         gpus = nodes.get(host, {}).get("gpus", [])
-        if isinstance(gpus, list) and len(gpus) == len(ranks):
-            found |= {rank: gpu for rank, gpu in zip(ranks, gpus, strict=True) if isinstance(gpu, dict)}
+        if len(gpus) == len(ranks):
+            found |= dict(zip(ranks, gpus, strict=True))
     return found

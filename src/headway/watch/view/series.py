@@ -11,16 +11,16 @@ from typing import final
 CAPACITY = 2048
 """points of a curve, more than a screen has columns"""
 LARGEST_VALUE = 1e290
-"""beyond, sums of values would not be finite"""
+"""sums of larger values would not be finite"""
 _DECAY = 0.9
 _SMOOTHED_PARTS = 500
-"""of a curve: a moving average forgets a tenth with each"""
+"""parts of a curve: over each, a moving average decays by a tenth"""
 
 
 @final
 @dataclass(kw_only=True)
 class Series:
-    """A curve: steps and times, and of the values between two of them the mean, the smallest and the largest.
+    """A curve: steps and times, and the mean, smallest and largest value of each point.
 
     >>> series = Series()
     >>> series.add(10, 1.5, 0.7)
@@ -43,10 +43,10 @@ class Series:
     non_finite: int = 0
     """values that were not numbers"""
     stride: int = 1
-    """values in each point but the last: the same everywhere, so that all of a long run is seen equally well"""
+    """values in each point but the last, the same for the whole run"""
 
     def add(self, step: int, time: float, value: float) -> None:
-        """Appends a value. A step that was before is one that a restart repeats: what follows it is forgotten."""
+        """Appends a value. A step that is not above the last was repeated by a restart: it replaces all later ones."""
         if self.steps and step <= self.steps[-1]:
             self.cut(step)
         self.last = value
@@ -69,7 +69,7 @@ class Series:
             self.gaps.append(0)
 
     def cut(self, step: int) -> None:
-        """Forgets `step` and what follows it."""
+        """Removes `step` and all later ones."""
         if not self.steps or self.steps[-1] < step:
             return
         while self.steps and self.steps[-1] >= step:
@@ -89,7 +89,7 @@ class Series:
         return self.steps, self.times, self.means, self.lows, self.highs, self.counts, self.gaps
 
     def _merge(self) -> None:
-        """Merges each two neighbors into one point."""
+        """Merges pairs of neighbors into one point each."""
         points = list(zip(*self._columns(), strict=True))
         even = len(points) // 2 * 2
         merged = [
@@ -127,9 +127,9 @@ def resample(series: Series, width: int) -> list[float | None]:
 
 
 def smoothed(steps: Sequence[int], values: Sequence[float]) -> list[float]:
-    """Returns an exponential moving average that begins without bias, and lags 2 percent of the curve behind.
+    """Returns an exponential moving average without initial bias, which lags by 2 percent of the curve.
 
-    It forgets by distance and not by point, so that a curve with few points does not lag behind more.
+    It decays by distance and not by point, so that a curve with few points does not lag more.
 
     >>> smoothed([10, 20, 30], [1.0, 1.0, 1.0])
     [1.0, 1.0, 1.0]
@@ -145,7 +145,7 @@ def smoothed(steps: Sequence[int], values: Sequence[float]) -> list[float]:
 
 
 def is_noisy(values: Sequence[float]) -> bool:
-    """Returns whether a curve turns up and down so often that its average says more; a learning rate does not.
+    """Returns whether a curve goes up and down so often that its average is more useful; a learning rate does not.
 
     >>> is_noisy([1.0, 3.0, 2.0, 4.0, 3.0]), is_noisy([3.0, 3.0, 2.0, 2.0, 1.0])
     (True, False)
@@ -172,7 +172,7 @@ def sparkline(series: Series, width: int) -> str:
 
 
 def _filled(values: Sequence[float | None]) -> list[float]:
-    """Replaces gaps by the value before them."""
+    """Fills gaps with the value before them."""
     found: list[float] = []
     for value in values:
         if value is not None:

@@ -1,4 +1,4 @@
-"""What is known about a run at one moment, in plain values: the blocks that terminal, report and page show."""
+"""The state of a run at one moment, in plain values: the blocks that terminal, report and page show."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from headway.watch.view.series import Series
 @final
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Which run it is, and how it stands."""
+    """Identity and state of a run."""
 
     id: str
     name: str
     path: str
     state: str
-    """that of `headway runs`, and "starting" before the first row of an attempt"""
+    """as in `headway runs`, or "starting" before the first row of an attempt"""
     why: str
     is_certain: bool
-    """False where a heartbeat on another machine, or a scheduler that does not answer, may say otherwise soon"""
+    """False while a heartbeat on another machine, or a scheduler that does not answer, may still change the state"""
     step: int | None
     total_steps: int | None
     """the step at which the current stage ends"""
@@ -34,12 +34,12 @@ class Header:
     max_epochs: int | None
     created: float
     began: float
-    """when the first attempt started; when the run was created, as long as none has"""
+    """when the first attempt started, or else when the run was created"""
     elapsed_s: float
     """total time of all attempts"""
     eta_s: float | None
     silent_s: float | None
-    """seconds without a sign of progress, if that is unusually long"""
+    """seconds without a row or an event, if that is unusually long"""
     attempts: int
     job: str | None
     nodes: int
@@ -75,7 +75,7 @@ class RankRow:
     rank: int
     host: str
     relative: float | None
-    """time of its own (data and forward pass), divided by the median of all ranks"""
+    """its own time (data and forward pass), divided by the median of all ranks"""
     data_share: float | None
     """fraction of the time in which it waits for data"""
     memory_peak: int | None
@@ -117,7 +117,7 @@ class Safety:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Something that people should know, newest last."""
+    """A warning or another event of a run that people should see."""
 
     time: float
     kind: str
@@ -128,7 +128,7 @@ class Message:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failing rank."""
+    """The failure of the first rank that failed."""
 
     rank: int | None
     host: str
@@ -147,7 +147,7 @@ class Snapshot:
     curves: Mapping[str, Series]
     speed: Speed
     plan: Sequence[PlanComparison]
-    """what plan.json says of the run, and what was measured"""
+    """planned and measured numbers"""
     ranks: Sequence[RankRow]
     """the slowest first"""
     nodes: Sequence[Mapping[str, Any]]

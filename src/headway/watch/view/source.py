@@ -1,4 +1,4 @@
-"""Reading a run directory that may be hostile: bounded, without following links out of it, without blocking."""
+"""Reads run directories that are not trusted: in bounded memory, without leaving them by links, without blocking."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ LINE_BYTES = 1 << 18
 """a longer line is skipped"""
 _CHUNK_BYTES = 1 << 20
 _SAMPLED_BYTES = (1 << 13, 1 << 17)
-"""the least and the most that is read to sample a line; a run with many metrics has long ones"""
+"""the least and the most that is read to sample a line; a run with many metrics has long lines"""
 _SCANNED_BYTES = 1 << 26
-"""a tenth of a second; of a longer part of a file, rare lines are as likely in a sample as others"""
+"""takes a tenth of a second; rare lines before that are found only if they happen to be sampled"""
 _MAX_RARE_LINES = 100_000
 _LINE_CHARACTERS = 600
 _TEXT_BYTES = 1 << 20
 
 
 def open_regular(root: Path, path: Path) -> BinaryIO | None:
-    """Opens a regular file inside `root`; None if there is none, or if a link leads out of it."""
+    """Opens a regular file inside `root`; None if there is none, or if a link leads outside."""
     try:
         real = path.parent.resolve(strict=True)
         if not real.is_relative_to(root.resolve()):
@@ -56,7 +56,7 @@ def clean(text: object, limit: int = 400) -> str:
 
 
 def clean_indented(line: str) -> str:
-    """Makes a line harmless like `clean`, and keeps its spaces: the columns of a table stay below each other.
+    """Makes a line harmless like `clean`, but keeps its spaces, so that columns stay aligned.
 
     >>> clean_indented("  name\\tms  \\x1b[31mcalls ")
     '  name  ms  calls'
@@ -87,7 +87,7 @@ def read_object(root: Path, path: Path) -> Row:
 
 
 def last_lines(root: Path, path: Path, limit_bytes: int = 1 << 16) -> list[str]:
-    """Returns the last lines of a text file, as they are."""
+    """Returns the last lines of a text file, uncleaned."""
     return lines_before(root, path, None, limit_bytes)[0]
 
 
@@ -96,14 +96,14 @@ def newest_object(root: Path, path: Path) -> str:
     try:
         found = parse_json(last_lines(root, path, _TEXT_BYTES)[-1])
         return json.dumps(found, indent=2, ensure_ascii=False) if isinstance(found, dict) else ""
-    except (IndexError, ValueError, RecursionError):  # what was read may be too deep to be written
+    except (IndexError, ValueError, RecursionError):  # too deeply nested to be written
         return ""
 
 
 def lines_before(
     root: Path, path: Path, end: int | None, limit_bytes: int = 1 << 16
 ) -> tuple[list[str], int]:
-    """Returns the lines before a place in a text file, by default its end, and the place where they begin.
+    """Returns the lines before an offset of a text file, by default its end, and the offset where they begin.
 
     >>> lines, begin = lines_before(run.path, run.log_file(0), None)
     >>> earlier, _ = lines_before(run.path, run.log_file(0), begin)
@@ -117,13 +117,13 @@ def lines_before(
         begin = max(0, end - limit_bytes)
         file.seek(begin)
         data = file.read(end - begin)
-    cut = data.find(b"\n") + 1 if begin else 0  # of a part of a line, there is no more to show than that
+    cut = data.find(b"\n") + 1 if begin else 0  # skips the rest of a line
     lines = data[cut:].decode("utf-8", "replace").splitlines()
     return lines, begin + cut
 
 
 def parse(lines: Iterable[bytes]) -> Iterator[Row]:
-    """Yields the lines that are JSON objects of a sane size."""
+    """Yields the lines that are JSON objects and not too long."""
     for line in lines:
         if not line or len(line) > LINE_BYTES:
             continue
@@ -151,7 +151,7 @@ class RowTail:
 
     @property
     def size(self) -> int:
-        """The bytes of the file now; 0 if there is none. It is not opened: of a thousand files few have grown."""
+        """The size of the file; 0 if there is none. The file is not opened: of a thousand files, few have grown."""
         try:
             found = self._path.lstat()
         except OSError:
@@ -175,14 +175,13 @@ class RowTail:
         return list(parse(data[:end].split(b"\n")))
 
     def skip_to_end(self, keep_bytes: int) -> None:
-        """Goes on at most `keep_bytes` before the end; the first line may then be a part of one, which is skipped."""
+        """Moves to at most `keep_bytes` before the end. A line that begins before that is skipped."""
         self.offset = max(self.offset, self.size - keep_bytes)
 
     def sample(self, places: int, rare: Sequence[bytes] = ()) -> Iterator[Row]:
-        """Yields a row from each of `places` places, evenly spread over what is before the offset, in its order.
+        """Yields rows from `places` evenly spaced places before the current offset, in the order of the file.
 
-        Rows whose lines begin with one of `rare` are among them, too: of the newest 64 MiB all, or ten times as many as
-        there are places.
+        Also yields rows that begin with one of `rare`: all in the newest 64 MiB, but at most about ten per place.
         """
         file = open_regular(self._root, self._path)
         if file is None:
@@ -199,7 +198,7 @@ class RowTail:
                 yield from parse(lines[-2:-1] if len(lines) > ends else ())
 
     def _find_lines(self, file: BinaryIO, beginning: bytes) -> Iterator[int]:
-        """Yields where lines begin so, in the newest part of what is before the offset."""
+        """Yields the offsets of lines with this beginning, in the 64 MiB before the current offset."""
         wanted = b"\n" + beginning
         begin = max(0, self.offset - _SCANNED_BYTES)
         while begin < self.offset:
@@ -211,11 +210,11 @@ class RowTail:
             while at >= 0:
                 yield begin + at + 1
                 at = data.find(wanted, at + 1)
-            begin += len(data) - len(wanted) + 1  # a line may begin at the end of what was read
+            begin += len(data) - len(wanted) + 1  # a match may span two chunks
 
 
 def _read_lines(file: BinaryIO, count: int) -> bytes:
-    """Reads until there are so many ends of lines, within `_SAMPLED_BYTES`."""
+    """Reads at least `count` ends of lines, within `_SAMPLED_BYTES`."""
     least, most = _SAMPLED_BYTES
     data = b""
     while data.count(b"\n") < count and len(data) < most:

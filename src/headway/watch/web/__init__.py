@@ -1,9 +1,9 @@
 """`headway web`: runs in a browser, on this machine only.
 
-`server` listens on 127.0.0.1; `guard` lets nobody in without the token; `app` has an address for each question, which
-`run_list`, `run_library`, `blocks`, `curves`, `heat_map`, `texts` and `media` answer from the views of runs. The page
-itself is in `static`: plain modules of JavaScript, a style sheet, and uPlot for curves. Everything is read-only, and
-nothing is fetched from elsewhere.
+`server` listens on 127.0.0.1; `guard` refuses requests without the token; `app` routes the others to `run_list`,
+`run_library`, `blocks`, `curves`, `heat_map`, `texts` and `media`, which read the views of runs. The page itself is in
+`static`: plain JavaScript modules, a style sheet, and uPlot for curves. Everything is read-only, and nothing is loaded
+from other hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The addresses of the page, and what each answers. Runs are named by keys that are looked up, never by paths."""
+"""The routes of the page. Requests name runs by keys, which are looked up and never become part of a path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_NUMBER = 1 << 53
 
 
 def make_app(library: RunLibrary, *, token: str, cookie: str = "headway") -> Application:
-    """Returns the application, behind its guard.
+    """Returns the application behind its `Guard`.
 
     >>> app = make_app(RunLibrary(root=Path("runs")), token=secrets.token_urlsafe(32))
     """
@@ -54,8 +54,8 @@ def make_app(library: RunLibrary, *, token: str, cookie: str = "headway") -> App
         Route("/api/media", answers.media),
         Route("/api/media/file", answers.media_file),
     ]
-    squeezed = Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)  # an ssh tunnel may be slow
-    return Guard(Starlette(routes=routes, middleware=[squeezed]), token=token, cookie=cookie)
+    compression = Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)  # an ssh tunnel may be slow
+    return Guard(Starlette(routes=routes, middleware=[compression]), token=token, cookie=cookie)
 
 
 def _asset(name: str) -> Callable[[Request], Response]:
@@ -67,7 +67,7 @@ def _asset(name: str) -> Callable[[Request], Response]:
 
 
 class _BadRequest(Exception):
-    """A request that asks for what is not there, with the status of the answer."""
+    """A request that cannot be answered, with the status of the response."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -75,7 +75,7 @@ class _BadRequest(Exception):
 
 
 def _answered(work: Callable[[Any, Request], Any]) -> Callable[[Any, Request], Response]:
-    """Makes a method that returns plain values answer with JSON, or with the reason why it cannot."""
+    """Makes a method that returns plain values respond with JSON, or with the reason of a `_BadRequest`."""
 
     def answer(self: Any, request: Request) -> Response:
         try:
@@ -90,7 +90,7 @@ def _answered(work: Callable[[Any, Request], Any]) -> Callable[[Any, Request], R
 
 
 class _Stream(StreamingResponse):
-    """Events for one page; its place is free again however it ends, and also if it never begins."""
+    """Events for one page. Calls `leave` however the stream ends, also if it never begins."""
 
     def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], object]) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -104,7 +104,7 @@ class _Stream(StreamingResponse):
 
 
 class _Answers:
-    """What the page asks for. Starlette calls these in threads."""
+    """The handlers of all routes. Starlette calls them in threads."""
 
     def __init__(self, library: RunLibrary) -> None:
         self._library = library
@@ -123,16 +123,14 @@ class _Answers:
     def curves(self, request: Request) -> Any:
         metrics, is_whole = self._open(request).metrics()
         names = request.query_params.getlist("metric")[:_MAX_METRICS]
-        points = min(curves.MAX_POINTS, _number(request, "points") or curves.MAX_POINTS)
         first, last = _number(request, "from"), _number(request, "to")
-        found = [curves.curve(metrics, name, points, first, last) for name in names]
+        found = [curves.curve(metrics, name, _points(request), first, last) for name in names]
         return {"curves": [each for each in found if each], "began": metrics.began, "is_whole": is_whole}
 
     @_answered
     def phases(self, request: Request) -> Any:
         metrics, is_whole = self._open(request).metrics()
-        points = min(curves.MAX_POINTS, _number(request, "points") or curves.MAX_POINTS)
-        return {"phases": curves.phases(metrics, points), "is_whole": is_whole}
+        return {"phases": curves.phases(metrics, _points(request)), "is_whole": is_whole}
 
     @_answered
     def ranks(self, request: Request) -> Any:
@@ -177,7 +175,7 @@ class _Answers:
         return found
 
     async def live(self, request: Request) -> Response:
-        """Sends the run, or the list of runs, each time that it has changed."""
+        """Streams the state of the run, or the list of runs, each time it changes."""
         key = request.query_params.get("run")
         if key is not None and await run_in_threadpool(self._library.open, key) is None:
             return PlainTextResponse("there is no such run\n", status_code=404)
@@ -209,6 +207,11 @@ class _Answers:
         if found is None:
             raise _BadRequest(404, "there is no such run")
         return found
+
+
+def _points(request: Request) -> int:
+    """Returns how many points a curve may have."""
+    return min(curves.MAX_POINTS, _number(request, "points") or curves.MAX_POINTS)
 
 
 def _number(request: Request, name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The files of the page, which come with headway. A request names one of them; it never becomes a path."""
+"""The files of the page. A request names one of them, and never becomes part of a path."""
 
 from __future__ import annotations
 

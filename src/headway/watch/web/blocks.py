@@ -20,7 +20,7 @@ _MAX_MESSAGES = 100
 
 
 def blocks(snapshot: Snapshot) -> dict[str, Any]:
-    """Returns everything that the page of a run shows, curves and files aside."""
+    """Returns all that the page of a run shows, except curves and files."""
     planned = next((each.planned.value for each in snapshot.plan if each.what == "step"), None)
     return {
         "time": snapshot.time,
@@ -40,7 +40,7 @@ def blocks(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def digest(name: str, series: Series) -> dict[str, Any]:
-    """Returns a curve in a few numbers: the newest and the best value, its range, and a line to draw beside it."""
+    """Returns a curve in a few numbers: the newest and the best value, its range, and a sparkline."""
     best, best_step = best_point(name, series) or (None, None)
     return {
         "name": name,
@@ -68,6 +68,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, int) and abs(value) >= 1 << 53:
-        # beyond, JavaScript has no whole numbers, and of more than 308 digits no number at all
+        # JavaScript has no integers beyond, and no numbers beyond 1e308
         return float(value) if abs(value) < 1 << 1023 else "inf" if value > 0 else "-inf"
     return value if value is None or isinstance(value, str | int | float) else str(value)

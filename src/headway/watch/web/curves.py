@@ -1,4 +1,4 @@
-"""Curves for the page: as many points as it can draw, and of the values in between the smallest and the largest."""
+"""Curves for the page, reduced to as many points as it can draw; extremes are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_POINTS = 2000
 def curve(
     metrics: MetricRows, name: str, points: int, first_step: int | None = None, last_step: int | None = None
 ) -> dict[str, Any] | None:
-    """Returns a curve of at most `points` points, of a range of steps if one is given; None if there is none."""
+    """Returns a curve of at most `points` points, optionally of a range of steps; None if there is no such curve."""
     series = metrics.curves.get(name)
     if series is None:
         return None
@@ -43,7 +43,7 @@ def columns(series: Series) -> dict[str, Any]:
 
 
 def decimated(series: Series, points: int) -> Series:
-    """Returns a curve of at most `points` points: the means of equal parts of it, and their extremes.
+    """Returns a curve of at most `points` points: mean and extremes of equal parts.
 
     >>> decimated(Series(steps=[1, 2, 3], times=[0.0] * 3, means=[5.0, 9.0, 1.0], lows=[5.0, 9.0, 1.0],
     ...                  highs=[5.0, 9.0, 1.0], counts=[1, 1, 1]), 2).highs
@@ -66,7 +66,7 @@ def decimated(series: Series, points: int) -> Series:
 
 
 def _part(series: Series, first: int, last: int) -> Series:
-    """The points of a curve in a range of steps, and one more on each side, so that lines reach the edges."""
+    """Returns the points in a range of steps, and one more on each side, so that lines reach the edges."""
     begin = max(0, bisect_left(series.steps, first) - 1)
     part = slice(begin, bisect_left(series.steps, last) + 1)
     return Series(
@@ -81,7 +81,7 @@ def _part(series: Series, first: int, last: int) -> Series:
 
 
 def _samples(samples: Series, steps: list[int]) -> list[float] | None:
-    """Returns how many samples were trained at these steps: between two log points, in proportion."""
+    """Returns the number of samples at these steps, interpolated between log points."""
     if not samples.steps:
         return None
     known, totals = [0, *samples.steps], [0.0, *samples.highs]

@@ -1,8 +1,8 @@
-"""`Guard`: who may ask, and what a browser may do with the answer.
+"""`Guard`: refuses requests of others, and restricts what a browser may do with a response.
 
 Other users of a machine share 127.0.0.1, and any page that is open in the browser can send requests to it. So each
-request needs the token; the name of the host must be that of this machine, which a page elsewhere cannot fake by
-pointing its own name here; and only GET and HEAD are answered.
+request needs the token; its Host header must name this machine, which defeats DNS rebinding; and only GET and HEAD are
+answered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRONG_TOKEN = "the token is missing or wrong: open the whole address that `head
 
 @final
 class Guard:
-    """Answers what is not allowed, and passes on the rest, whose answers get headers that bind the browser.
+    """Refuses requests that are not allowed, and adds security headers to the responses to all others.
 
     >>> app = Guard(app, token="...", cookie="headway-8123")
     """
@@ -60,17 +60,17 @@ class Guard:
             await _answer(send, *refusal)
             return
 
-        async def send_bound(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
 
-        await self._app(scope, receive, send_bound)
+        await self._app(scope, receive, send_with_headers)
 
     def _refuse(
         self, scope: Scope, headers: list[tuple[bytes, bytes]]
     ) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:
-        """Returns status, text and headers of the answer to a request that is not passed on."""
+        """Returns status, text and headers of the response to a request that is not passed on; None for others."""
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "only GET and HEAD are answered", [(b"allow", b"GET, HEAD")]
         hosts = _values(headers, b"host")
@@ -84,8 +84,8 @@ class Guard:
         if given:
             if len(given) > 1 or not hmac.compare_digest(given[0], self._token):
                 return 401, _WRONG_TOKEN, []
-            # the address without the token, so that it is neither bookmarked nor seen over a shoulder; not "Strict", or
-            # a browser that follows a link on another page, such as a terminal in JupyterLab, would not send it at once
+            # redirects to the URL without the token, so that it is neither bookmarked nor seen over a shoulder; the
+            # cookie is not "Strict": a browser would not send it after a link on another page, such as JupyterLab
             cookie = self._cookie + b"=" + self._token + b"; Path=/; HttpOnly; SameSite=Lax"
             return 303, "", [(b"location", b"/"), (b"set-cookie", cookie)]
         if not any(hmac.compare_digest(each, self._token) for each in self._cookies(headers)):
@@ -103,7 +103,7 @@ class Guard:
 
 
 def _comes_from_elsewhere(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether a page of another origin asks; a server on another port of this machine counts as the same site."""
+    """Returns whether a page of another origin sent this; browsers count other ports of a host as the same site."""
     sites, modes = _values(headers, b"sec-fetch-site"), _values(headers, b"sec-fetch-mode")
     return any(site not in (b"same-origin", b"none") for site in sites) and b"navigate" not in modes
 

@@ -1,4 +1,4 @@
-"""The ranks of a run over its newest log points: which one was slow, and when."""
+"""The heat map of a run: which rank was slow, and when, over its newest log points."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_COLUMNS = 240
 
 
 def heat_map(run: Run, ranks: int, what: What) -> dict[str, Any]:
-    """Returns a value for each rank and log point: own time relative to the median of all ranks, or waiting for data.
+    """Returns a value for each rank and log point: its own time relative to the median, or its share of data wait.
 
-    Of many ranks it reads less of each, and of very many not all.
+    The more ranks there are, the less of each is read; of very many, not all.
     """
     count = min(ranks, _MAX_RANKS)
     each_bytes = min(_RANK_BYTES[1], max(_RANK_BYTES[0], _BUDGET_BYTES // max(1, count)))
@@ -36,7 +36,7 @@ def heat_map(run: Run, ranks: int, what: What) -> dict[str, Any]:
         for row in filter(is_log_point, tail.read(2 * each_bytes)):
             value = busy_s(row) if what == "own" else data_share(row)
             if value is not None:
-                cells.setdefault(row["step"], {})[rank] = value  # of a step that was repeated, the newest
+                cells.setdefault(row["step"], {})[rank] = value  # the newest value of a repeated step
                 moments[row["step"]] = row["time"]
         read += 1
         if time.monotonic() - begin > _BUDGET_S:

@@ -1,7 +1,7 @@
 """The images, figures, histograms and texts of a run, for the page.
 
-A request names a file as the index does, and it is looked up there. What is sent is what the first bytes of a file
-say that it is: a picture, or else text within JSON. A browser can execute neither.
+A request names a file of the index, and it is looked up there. The first bytes of a file decide whether it is sent as a
+picture; other files are sent as text within JSON. A browser can execute neither.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headway.run import Run
 from headway.watch.view.source import clean, clean_indented, open_regular, read_text
 
 _INDEX_BYTES = 8 << 20
-"""of a longer index the newest rows are read, some 30,000, in about a second"""
+"""of a longer index, only the newest rows are read: some 30,000, in about a second"""
 _FILE_BYTES = 32 << 20
 _TEXT_BYTES = 1 << 18
 _ITEM_BYTES = 1500
@@ -33,19 +33,19 @@ class Picture(NamedTuple):
 
 @final
 class MediaShelf:
-    """Follows the media of a run: the newest part of its index, as long as that is inside the run directory."""
+    """The media of a run, from the newest part of its index; an index that is a link is not read."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._index = run, MediaIndex(run)
-        self._end_bytes = 0  # a longer index is read anew, from its newest part on
+        self._end_bytes = 0  # an index that grows beyond is read again, from its newest part
 
     @property
     def size_bytes(self) -> int:
-        """An estimate of the memory that this takes."""
+        """An estimate of the memory that the index uses."""
         return len(self._index) * _ITEM_BYTES
 
     def page(self, name: str, search: str) -> dict[str, Any]:
-        """Returns the newest items, of a name and with a text in their caption or name if these are given.
+        """Returns the newest items; with `name` or `search`, those of that name or with that text in name or caption.
 
         `note` says why some or all items are left out; it is empty if none are.
         """
@@ -71,7 +71,7 @@ class MediaShelf:
         return self._picture(item) if item.kind in ("image", "figure") else self._values(item)
 
     def _refresh(self) -> str:
-        """Reads what is new; returns why items are left out."""
+        """Reads what was added to the index; returns why items are left out."""
         size = self._index_bytes()
         if size is None:
             self._index, self._end_bytes = MediaIndex(self._run), 0
@@ -85,7 +85,7 @@ class MediaShelf:
         return f"this is the newest part of a long index; older media are in {self._run.media_dir}"
 
     def _index_bytes(self) -> int | None:
-        """The size of the index of all ranks; None if it may not be read."""
+        """Returns the size of the index of all ranks; None if it must not be read."""
         try:
             if self._run.media_dir.is_symlink():
                 return None

@@ -1,4 +1,4 @@
-"""The runs that the page may show, by key, and those that are open: within a budget of memory."""
+"""The runs that the page may show, by key. Open runs share a budget of memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from headway.watch.view.metric_rows import MetricRows
 from headway.watch.web.media import MediaShelf, Picture
 
 REFRESH_S = 1.0
-"""a view is not read again before"""
+"""the least time between two reads of a run"""
 _LISTED_S = 2.0
 _UNKNOWN_S = 0.2
 _BUDGET_BYTES = 256 << 20
 _POINT_BYTES = 200
-"""of a point of a curve: seven numbers, as Python keeps them"""
+"""of a point of a curve: seven Python numbers"""
 _RUN_BYTES = 1 << 20
 """of an open run, curves and media aside"""
 
 
 @final
 class OpenRun:
-    """A run that somebody looks at. It may be asked by several threads."""
+    """A run that a page shows. Several threads may use it."""
 
     def __init__(self, run: Run, read_rows: Callable[[MetricRows], Future[bool]]) -> None:
         self.run = run
@@ -42,10 +42,10 @@ class OpenRun:
         self._read_at = 0.0
         self._full: tuple[MetricRows, Future[bool]] | None = None
         self._media = MediaShelf(run)
-        self._media_lock = threading.Lock()  # a long index takes a second, in which the run itself is shown
+        self._media_lock = threading.Lock()  # of its own: reading a long index takes a second
 
     def refresh(self) -> Snapshot:
-        """Returns what is known now, or was a moment ago."""
+        """Returns the state of the run, at most `REFRESH_S` old."""
         with self._lock:
             if self._snapshot is None or time.monotonic() - self._read_at >= REFRESH_S:
                 self._snapshot = self._view.refresh()
@@ -56,7 +56,7 @@ class OpenRun:
             return self._snapshot
 
     def metrics(self) -> tuple[MetricRows, bool]:
-        """Returns the rows of the run, and whether all of them were read: of a long file, not at once."""
+        """Returns the rows of the run, and whether all of them were read; those of a long file are sampled at first."""
         self.refresh()
         with self._lock:
             whole = self._whole()
@@ -68,7 +68,7 @@ class OpenRun:
             return self._media.page(name, search)
 
     def media_content(self, file: str) -> Picture | dict[str, Any] | None:
-        """Returns what a file of the media holds; None if there is no such file."""
+        """Returns the content of a media file; None if there is no such file."""
         with self._media_lock:
             item = self._media.find(file)
         return None if item is None else self._media.content(item)
@@ -78,7 +78,7 @@ class OpenRun:
         return self._full[0] if self._full is not None and self._full[1].done() else None
 
     def _refresh_full(self) -> None:
-        """Reads a long file as a whole, in another thread, while a sample of it is shown; then what is new of it."""
+        """Reads a long file in full, in another thread, while a sample is shown; later calls read what was added."""
         rows = self._view.metrics
         if not rows.is_sampled:
             return
@@ -92,7 +92,7 @@ class OpenRun:
 
     @property
     def size_bytes(self) -> int:
-        """An estimate of the memory that this takes."""
+        """An estimate of the memory that this run uses."""
         rows = [self._view.metrics, *([self._full[0]] if self._full else [])]
         points = sum(len(series.steps) for each in rows for series in list(each.curves.values()))
         return _RUN_BYTES + points * _POINT_BYTES + self._media.size_bytes
@@ -119,7 +119,7 @@ class RunLibrary:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="headway-web-reader")
 
     def runs(self, max_age_s: float = _LISTED_S) -> dict[str, Run]:
-        """Returns all runs by key, the newest first, as they were at most so many seconds ago."""
+        """Returns all runs by key, the newest first, from a list that is at most `max_age_s` old."""
         with self._lock:
             if self._root is not None and time.monotonic() - self._listed_at > max_age_s:
                 with suppress(UsageError):  # the directory cannot be read just now
@@ -128,8 +128,8 @@ class RunLibrary:
             return dict(self._runs)
 
     def open(self, key: str) -> OpenRun | None:
-        """Returns the run with this key; None if there is none. What was not looked at for longest is closed."""
-        run = self.runs().get(key) or self.runs(_UNKNOWN_S).get(key)  # it may have begun just now
+        """Returns the run with this key; None if there is none. Closes the least recently used runs over the budget."""
+        run = self.runs().get(key) or self.runs(_UNKNOWN_S).get(key)  # it may be new
         with self._lock:
             if run is None:
                 self._open.pop(key, None)
@@ -145,5 +145,5 @@ class RunLibrary:
 
 
 def key_of(run: Run) -> str:
-    """Returns the name of a run's directory, as text that any address can hold."""
+    """Returns the name of a run's directory, as text that is valid in a URL."""
     return run.path.name.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""The list of runs for the page: state, settings, the newest and best values of metrics, and a line to draw."""
+"""The list of runs for the page: state, settings, the newest and best value of each metric, and a sparkline."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 import time
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, final
 
-from headway.run import Run
 from headway.schedulers.base import Queue
 from headway.system.jsonlines import is_count, is_number
 from headway.watch.comparison import settings_of
@@ -22,7 +22,7 @@ from headway.watch.web.run_library import RunLibrary, key_of
 
 _REFRESH_S = 3.0
 _BUDGET_S = 0.5
-"""seconds for reading metrics at one refresh; the runs that are left come at the next"""
+"""for reading metrics in the first refresh; the next one reads the other runs"""
 _MAX_RUNS = 2000
 _MAX_METRICS = 60
 _MAX_SETTINGS = 200
@@ -35,7 +35,7 @@ _short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 3, 12, 12, 12
 @final
 @dataclass(kw_only=True)
 class _Digest:
-    """What was read of a run's files, which are read again when they have changed."""
+    """Settings and metrics of a run; its files are read again when they change."""
 
     version: tuple[tuple[int, int], tuple[int, int]]
     settings: dict[str, Any]
@@ -44,7 +44,7 @@ class _Digest:
 
 @final
 class RunList:
-    """The rows of the list, as they are now.
+    """The rows of the list.
 
     >>> RunList(RunLibrary(root=Path("runs"))).rows()[0]["state"]
     'running'
@@ -59,7 +59,7 @@ class RunList:
         self._passes = 0
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all runs, the newest first. The first time nobody is asked who might take long to answer."""
+        """Returns all runs, the newest first. The first call does not wait for schedulers and heartbeats."""
         if time.monotonic() - self._read_at > _REFRESH_S and self._lock.acquire(blocking=not self._passes):
             try:
                 self._refresh()
@@ -87,7 +87,7 @@ class RunList:
 
     def _digest(self, key: str, summary: RunSummary) -> _Digest:
         run = summary.run
-        version = (_changed(run, "metrics"), _changed(run, "config"))
+        version = (_file_version(run.metrics_file(0)), _file_version(run.config_file))
         known = self._digests.get(key)
         if known is not None and known.version == version:
             return known
@@ -118,14 +118,14 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def _shown(value: object) -> str:
     try:
         return _short.repr(value)
-    except ValueError:  # Python writes no number of that many digits
+    except ValueError:  # Python refuses to print an integer of so many digits
         return "a number too long to show"
 
 
-def _changed(run: Run, what: str) -> tuple[int, int]:
-    """When a file of a run was changed last, and how large it is: on some file systems a time is a whole second."""
+def _file_version(path: Path) -> tuple[int, int]:
+    """Returns when a file was changed, and its size: some file systems round times to a second."""
     try:
-        found = (run.metrics_file(0) if what == "metrics" else run.config_file).lstat()
+        found = path.lstat()
     except OSError:
         return 0, 0
     return found.st_mtime_ns, found.st_size

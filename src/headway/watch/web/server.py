@@ -1,4 +1,4 @@
-"""Listens on 127.0.0.1, and nowhere else."""
+"""The server of the page, which listens on 127.0.0.1 only."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _HOST = "127.0.0.1"
 _BACKLOG = 64
 _REQUEST_S = 5.0
-"""how long a connection may be open without a request: others of this machine can open many, without the token"""
+"""how long a connection may be open without a request: other users of this machine can open many, without the token"""
 _LEAVE_S = 1
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where the page is, and the token that opens it."""
+    """The address of the page, and the token that opens it."""
 
     listener: socket.socket
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
@@ -39,22 +39,22 @@ class Address:
 
     @property
     def cookie(self) -> str:
-        """Cookies belong to a host, whatever the port: two servers must not share one."""
+        """The name of the cookie. Browsers send cookies to all ports of a host: two servers must not share a name."""
         return f"headway-{self.port}"
 
     def url(self, run: str | None = None) -> str:
-        """Returns the address to open, of a run by its key or of the list."""
+        """Returns the URL of the run with this key, or of the list of runs."""
         place = "" if run is None else f"#/run/{quote(run, safe='')}"
         return f"http://{_HOST}:{self.port}/?token={self.token}{place}"
 
     def ssh_command(self) -> str:
-        """Returns the command that makes the page reachable from one's own machine."""
+        """Returns the command that makes the page reachable from another machine."""
         host = f"{getpass.getuser()}@{socket.gethostname()}"
         return f"ssh -N -L {self.port}:{_HOST}:{self.port} {host}"
 
 
 def listen(port: int = 0) -> Address:
-    """Takes a port, by default one that the kernel picks.
+    """Opens a port, by default one that the kernel picks.
 
     >>> listen().url()
     'http://127.0.0.1:41234/?token=...'
@@ -85,7 +85,7 @@ def serve(address: Address, library: RunLibrary) -> None:
 
 
 def make_config(address: Address, library: RunLibrary) -> uvicorn.Config:
-    """Returns the settings of the server. No number of connections locks out who has the token."""
+    """Returns the settings of the server. It closes idle connections, so that they cannot lock out the user."""
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

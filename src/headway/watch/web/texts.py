@@ -1,4 +1,4 @@
-"""What runs have written as text, for the tabs of the page: settings, code, diagnostics and logs."""
+"""Text of runs for the tabs of the page: settings, code, diagnostics and logs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOG_NAME = re.compile(r"rank-(\d{5})\.txt")
 
 
 def settings_table(runs: Sequence[Run]) -> dict[str, Any]:
-    """Returns the settings of runs side by side, and from which code each was started."""
+    """Returns the settings of runs side by side, and the code of each."""
     found = [plain_settings(settings_of(run, sweep.member(run))) for run in runs]
     names = list(dict.fromkeys(name for each in found for name in each))
     rows = [
@@ -62,13 +62,13 @@ def _code(run: Run) -> dict[str, Any]:
 
 
 def diagnostics(run: Run) -> list[str]:
-    """Returns what is known about the machine and the software of the newest attempt, as lines."""
+    """Returns the diagnostics of the newest attempt (machine and software), as lines."""
     text = newest_object(run.path, run.diagnostics_file)
     return [clean_indented(line) for line in text.splitlines()[:20_000]]
 
 
 def log_names(run: Run) -> list[str]:
-    """Returns which logs a run has: "job", and the numbers of ranks."""
+    """Returns the names of a run's logs: "job", and the numbers of ranks."""
     try:
         names = sorted(path.name for path in run.log_dir.iterdir())
     except OSError:
@@ -78,9 +78,9 @@ def log_names(run: Run) -> list[str]:
 
 
 def log_page(run: Run, name: str, end: int | None = None, search: str = "") -> dict[str, Any] | None:
-    """Returns the lines of a log before a place in it, or those among them that hold a text; None without that log.
+    """Returns lines of a log before the offset `end`, with `search` only those that contain it; None without that log.
 
-    `begin` of the answer is the place before which there is more; 0 if there is none.
+    `begin` is the offset of the first line that was read; 0 if there are no earlier ones.
     """
     if name not in log_names(run):
         return None
