@@ -1,16 +1,16 @@
-"""Every error that headway raises on purpose, and the exit code with which each one ends the process.
+"""Every error that headway raises on purpose, with the exit code of a process that it ends.
 
-    HeadwayError                  1    something failed; the message says what, what was expected and what to do
+    HeadwayError                  1    a failure; the message says what happened, what was expected and what to do
     ├── UsageError                2    a bad setting, argument or environment; nothing was started or created
-    │   ├── MissingExtra          2    an optional package is needed; the message holds the pip command
+    │   ├── MissingExtra          2    an optional package is missing; the message has the pip command
     │   └── UnreadableRun        86    a run with checkpoints cannot be read; headway never starts over silently
     ├── RankFailure               1    another rank failed, and this one stops because of it
     │   └── BarrierTimeout        1    some ranks did not reach a barrier; the message names them
     ├── BadShard                  1    a file is not a complete archive of samples
     ├── BadSample                 1    a sample cannot be decoded, or is larger than the limits allow
-    ├── UnfitNodes                1    the nodes of a job were examined, and would break the run
-    ├── SchedulerUnreachable      1    the scheduler could not be asked; nothing was submitted
-    ├── IncompleteSubmission      1    a job may be in the queue, but submitting it did not end; its runs are kept
+    ├── UnfitNodes                1    checks of the job's nodes failed, so the run would fail on them
+    ├── SchedulerUnreachable      1    the scheduler could not be reached; nothing was submitted
+    ├── IncompleteSubmission      1    submitting failed, but the job may be in the queue; its runs are kept
     ├── StorageError             74    the run's storage failed: disk full, read-only, input/output error
     │   └── RunLocked            74    another process is training in this run directory
     ├── Stopped                  75    stopped on request, with a checkpoint: the same command resumes
@@ -18,7 +18,7 @@
     │   └── NewerFormat          86    a checkpoint was written by a newer headway; it is left as it is
     └── NoProgress               93    three attempts without a new step: do not requeue
 
-A plan that needs more memory than the device has ends with 3, Ctrl-C with 130, SIGTERM without a save with 143
+A plan that needs more memory than the device has exits with 3, Ctrl-C with 130, SIGTERM without a save with 143
 (`DOES_NOT_FIT`, `INTERRUPTED`, `TERMINATED`).
 """
 
@@ -35,7 +35,7 @@ _MOST_NAMES = 40
 
 
 class HeadwayError(Exception):
-    """Base of all errors that headway raises on purpose: a sentence for people and an exit code for schedulers.
+    """Base of all errors that headway raises on purpose: a message for people and an exit code for schedulers.
 
     try:
         pipe.run()
@@ -68,12 +68,12 @@ class MissingExtra(UsageError):
 
 
 class UnreadableRun(UsageError):
-    """Raised when a run has checkpoints, but its run.json or config.yaml is damaged or of a newer headway.
+    """Raised when a run has checkpoints, but its run.json or config.yaml is damaged or from a newer headway.
 
     try:
         pipe.run()
     except hw.errors.UnreadableRun:
-        ...                                                 # headway runs rebuild RUN writes run.json again
+        ...                                                 # headway runs rebuild RUN restores run.json
     """
 
     exit_code = 86
@@ -100,7 +100,7 @@ class BarrierTimeout(RankFailure):
 
 
 class UnfitNodes(HeadwayError):
-    """Raised in a job, before its ranks start, when its nodes were examined and would break the run.
+    """Raised in a job, before its ranks start, when checks of its nodes fail.
 
     job = hw.launch(train, on=hw.Slurm(nodes=4, doctor=True))
     print(job.wait(), job.status().why)                     # failed; the reason names the checks
@@ -108,27 +108,27 @@ class UnfitNodes(HeadwayError):
 
 
 class SchedulerUnreachable(HeadwayError):
-    """Raised when a scheduler could not be asked to take a job, which is therefore not in its queue.
+    """Raised when a scheduler cannot be reached; the job is not in its queue.
 
     try:
         job = hw.launch(train, on=hw.Slurm(nodes=2))
     except hw.errors.SchedulerUnreachable:
-        ...                                                 # nothing was made: try again later
+        ...                                                 # nothing was submitted: try again later
     """
 
 
 class IncompleteSubmission(HeadwayError):
-    """Raised when a job may be in the queue of its scheduler although submitting it failed; its runs are kept.
+    """Raised when a job may be in the queue although submitting it failed; its runs are kept.
 
     try:
         job = hw.launch(train, on=hw.Slurm(nodes=2))
     except hw.errors.IncompleteSubmission as error:
-        print(error)                                        # how to look for the job, and where its run is
+        print(error)                                        # how to find the job, and where its run is
     """
 
 
 class BadShard(HeadwayError):
-    """Raised when a file is not a complete tar archive of samples; the message names file, position and remedy.
+    """Raised when a file is not a complete tar archive of samples; the message has its path, position and remedy.
 
     try:
         hw.data.Shard.open(path)
@@ -195,7 +195,7 @@ class NoValidCheckpoint(HeadwayError):
 
 
 class NewerFormat(NoValidCheckpoint):
-    """Raised when a checkpoint was written by a newer version of headway: unknown is not damaged.
+    """Raised when a checkpoint was written by a newer version of headway, which does not mean that it is damaged.
 
     try:
         hw.checkpoint.load_latest(run)
@@ -205,7 +205,7 @@ class NewerFormat(NoValidCheckpoint):
 
 
 class NoProgress(HeadwayError):
-    """Raised when three attempts in a row made no new step; requeueing would only waste the allocation.
+    """Raised when three attempts in a row made no new step: requeueing would only waste the allocation.
 
     try:
         pipe.run()
@@ -217,14 +217,14 @@ class NoProgress(HeadwayError):
 
 
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:
-    """Returns the error for a name that does not exist; it suggests the closest one and lists those that do.
+    """Returns the error for an unknown name; its message suggests the closest known one and lists all.
 
     >>> raise unknown_name("setting of Classify", "presicion", ["accumulate", "precision"])
     Traceback (most recent call last):
     headway.errors.UsageError: 'presicion' is not a valid setting of Classify (did you mean 'precision'?); \
 valid: accumulate, precision
     """
-    names = [str(each) for each in known]
+    names = list(map(str, known))
     close = closest(str(name), names)
     hint = f" (did you mean {close!r}?)" if close else ""
     more = f", ... and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -234,7 +234,7 @@ valid: accumulate, precision
 
 
 def yaml_problem(error: Exception) -> str:
-    """Returns what is wrong with a YAML file and in which line, without the line itself: it may hold a secret.
+    """Describes an error in a YAML file and its line number, without the line itself, which may have a secret.
 
     try:
         settings = yaml.safe_load(text)
@@ -255,12 +255,11 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     """
     from difflib import get_close_matches  # only for a message: difflib takes milliseconds to import
 
-    by_lower_case = {each.lower(): each for each in known}
+    candidates = {candidate.lower(): candidate for candidate in known}
     wanted = name.lower()
-    found = get_close_matches(wanted, by_lower_case, n=1, cutoff=0.8)
-    found = found or [
-        each for each in by_lower_case if wanted.startswith(f"{each}_")
-    ]  # other libraries say more
-    found = found or get_close_matches(wanted, by_lower_case, n=1)
-    found = found or [each for each in by_lower_case if wanted and each.startswith(wanted)]
-    return by_lower_case[found[0]] if found else None
+    found = get_close_matches(wanted, candidates, n=1, cutoff=0.8)
+    # other libraries have longer names
+    found = found or [candidate for candidate in candidates if wanted.startswith(f"{candidate}_")]
+    found = found or get_close_matches(wanted, candidates, n=1)
+    found = found or [candidate for candidate in candidates if wanted and candidate.startswith(wanted)]
+    return candidates[found[0]] if found else None

@@ -1,4 +1,4 @@
-"""Public names that are loaded on first use, so that importing a package does no work (PEP 562).
+"""Lazy exports: public names are imported on first use, so that importing a package does no work (PEP 562).
 
 A package lists its public names once, in the import block that type checkers read:
 
@@ -23,7 +23,7 @@ Exports = tuple[Callable[[str], object], Callable[[], list[str]], list[str]]
 def exports(package: str) -> Exports:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package, read from its `if TYPE_CHECKING:` block.
 
-    A name is imported on its first use and then kept in the package: from the second use on it costs nothing.
+    A name is imported on its first use and then kept in the package, so later uses cost nothing.
     """
     origins = dict(_imported_names(_source(package)))
 
@@ -31,9 +31,7 @@ def exports(package: str) -> Exports:
         if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, attribute = origins[name]
-        if (
-            module == package
-        ):  # a module of the package itself: asking the package for it would come back here
+        if module == package:  # a submodule: getattr on the package would call this function again
             value: object = import_module(f"{package}.{attribute}")
         else:
             value = getattr(__import__(module, fromlist=(attribute,)), attribute)
@@ -47,7 +45,7 @@ def exports(package: str) -> Exports:
 def _source(package: str) -> str:
     spec = sys.modules[package].__spec__
     loader: Any = spec and spec.loader
-    if spec and spec.origin and not hasattr(loader, "get_source"):  # pytest loads its plugins in its own way
+    if spec and spec.origin and not hasattr(loader, "get_source"):  # pytest has its own loader for plugins
         loader = SourceFileLoader(package, spec.origin)
     source = loader.get_source(package) if loader else None
     if source is None:

@@ -197,9 +197,7 @@ def test_a_job_whose_answer_is_lost_keeps_its_runs(how: str, sbatch: Sbatch) -> 
         for run in runs:
             now = hw.Job.open(run).status()
             assert (now.state, now.over) == ("queued", False)
-            assert (
-                "has not said whether it took the job; if it is not in the queue: headway resume" in now.why
-            )
+            assert "has not confirmed the job; if it is not in the queue: headway resume" in now.why
 
 
 @pytest.mark.parametrize("how", SUBMISSIONS)
@@ -392,7 +390,7 @@ def test_a_run_whose_scheduler_does_not_answer_may_be_in_the_queue(
         hw.Job.open(run).resume()
     assert len(sbatch.submitted) == 1
     run.write_failure(
-        {"kind": "lost", "error": "cn000 is lost"}, instead=True
+        {"kind": "lost", "error": "cn000 is lost"}, overwrite=True
     )  # it was queued again for that
     for code in (75, 143, 1):
         record_end(run, code)

@@ -41,9 +41,7 @@ def test_a_script_that_may_still_export_keeps_its_run(
     elsewhere = finish(tmp_path / "elsewhere", machine="another", host="n7")
     with caplog.at_level(logging.WARNING):
         assert choose_again(tmp_path / "elsewhere").run != elsewhere, "nobody knows whether it exports"
-    assert (
-        f"its script may not have ended on n7; to go on with it: HEADWAY_RUN={elsewhere.path}" in caplog.text
-    )
+    assert f"its script may still run on n7; to resume it, set HEADWAY_RUN={elsewhere.path}" in caplog.text
     assert main(["resume", str(elsewhere.path), "--dry-run"]) == 0, "a user who names it knows"
     monkeypatch.setattr(schedulers, "is_gone", lambda *_: True)
     assert choose_again(tmp_path / "elsewhere").run == elsewhere, "its job is over"

@@ -93,7 +93,7 @@ WRITERS: dict[str, Callable[[Run], object]] = {
     "set_config": lambda run: run.set_config({"lr": 1}),
     "record_snapshot": lambda run: run.record_snapshot({"tree": "elsewhere"}),
     "write_failure": lambda run: run.write_failure({"rank": 0}),
-    "write_failure instead": lambda run: run.write_failure({"rank": 0}, instead=True),
+    "write_failure overwrite": lambda run: run.write_failure({"rank": 0}, overwrite=True),
     "the agent's failure": lambda run: fail_in_agent(run, hang=False),
     "the agent's hang": lambda run: fail_in_agent(run, hang=True),
     "record_end": lambda run: record_end(run, 74),

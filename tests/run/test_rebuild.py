@@ -179,7 +179,7 @@ def test_of_two_that_rebuild_a_run_one_does(run: Run) -> None:
 def test_a_record_of_a_newer_headway_is_left_as_it_is(run: Run, tmp_path: Path) -> None:
     run.info_file.write_text(json.dumps(run.info() | {"format": 2}))
     before = run.info_file.read_bytes()
-    with pytest.raises(UnreadableRun, match=r"a newer one has written it.* upgrade headway") as caught:
+    with pytest.raises(UnreadableRun, match=r"written by a newer headway.* upgrade headway") as caught:
         find(tmp_path)
     assert caught.value.exit_code == 86 == main(["runs", "rebuild", str(run.path)])
     assert run.info_file.read_bytes() == before
@@ -197,7 +197,7 @@ def test_what_does_not_matter_does_not_stop_a_new_run(run: Run, tmp_path: Path) 
 
 
 def test_only_what_headway_named_is_rebuild(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is whole: there is nothing to rebuild"):
+    with pytest.raises(UsageError, match="is not damaged: there is nothing to rebuild"):
         rebuild(run.path)
     put(run.info_file, None)
     os.rename(run.path, tmp_path / "mine")  # noqa: PTH104

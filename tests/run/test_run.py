@@ -531,7 +531,7 @@ def test_a_start_that_slurm_has_replaced_tells_no_failure(
     run.begin_attempt(world={})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")  # the one before, on a node that was cut off
     assert not run.write_failure({"rank": 0})
-    assert not run.write_failure({"rank": 0}, instead=True)
+    assert not run.write_failure({"rank": 0}, overwrite=True)
     assert not run.failure_file.exists()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run.write_failure({"rank": 0})

@@ -54,7 +54,7 @@ def test_what_the_run_wrote_down(run: Run) -> None:
     run.end_attempt(number, status="failed", exit_code=1)
     assert state(run) == ("failed", "rank 3 at step 7: ValueError: bad thing")
     hang = {"kind": "hang", "rank": 0, "step": 7, "error": "for 30 s no rank has made progress"}
-    run.write_failure(hang, instead=True)
+    run.write_failure(hang, overwrite=True)
     assert state(run) == ("failed", "for 30 s no rank has made progress"), "it is not rank 0's"
 
 
@@ -265,7 +265,7 @@ def test_training_by_hand_after_an_answer_that_was_lost_counts(run: Run) -> None
 
 def test_how_a_script_without_attempts_ended(run: Run) -> None:
     submitted(run, job_id="12")
-    assert state(run) == ("lost", "SLURM job 12 is no longer known, and left no record")
+    assert state(run) == ("lost", "SLURM job 12 is no longer in the queue, and left no record")
     for code, word in (
         (0, "done"),
         (75, "stopped"),

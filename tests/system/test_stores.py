@@ -198,7 +198,7 @@ def test_nothing_is_left_of_an_aborted_upload(tmp_path: Path) -> None:
 
 
 def test_a_read_only_store_refuses_to_write(server: RangeServer) -> None:
-    with pytest.raises(UsageError, match=r"is read only: a\.tar cannot be written"):
+    with pytest.raises(UsageError, match=r"is read-only: a\.tar cannot be written"):
         HttpStore(server.url).put("a.tar")
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.errors import UsageError, unknown_name
+from headway.errors import UsageError, closest, unknown_name
 from headway.system import text
 
 
@@ -41,8 +41,8 @@ def test_a_long_list_is_cut_and_counted() -> None:
     ],
 )
 def test_the_closest_name(name: str, close: str | None) -> None:
-    assert text.closest(name, ["accumulate", "precision", "limit_train_batches", "Batch"]) == close
-    assert text.closest("bach", ["accumulate", "Batch"]) == "Batch", "the name as it is written"
+    assert closest(name, ["accumulate", "precision", "limit_train_batches", "Batch"]) == close
+    assert closest("bach", ["accumulate", "Batch"]) == "Batch", "the name as it is written"
 
 
 def test_an_unknown_name_is_a_usage_error_with_a_suggestion() -> None:

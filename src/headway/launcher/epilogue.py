@@ -183,7 +183,7 @@ def _record_end(run: Run, outcome: Outcome) -> None:
         if not record.get("locked_out"):  # else another job owns the run, and may have ended meanwhile
             record_end(run, int(outcome["exit_code"]), error=reason(outcome) or None)
             if record.get("kind") in NOT_OF_A_RANK:
-                run.write_failure(record, instead=True)
+                run.write_failure(record, overwrite=True)
     except StorageError as error:  # the storage may be the cause; the exit code stays the one of the outcome
         logger.error("%s", error)
         record.pop("failure_file", None)  # there is none to read

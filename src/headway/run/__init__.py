@@ -1,9 +1,9 @@
-"""The run directory: the one owner of every path in it, its lock, which run continues, code state, plain settings.
+"""The run directory: its paths, its lock, its records, and the choice of the run to train in.
 
-`paths` names the files, `info` reads and writes run.json, `creation` makes a directory, `directory` holds `Run`. `lock`
-lets one process train at a time, `choice` decides which run to train in, `status` says where a run stands, and
-`job_record` when its job started and how it ended; `exit_codes` says what its exit code means. `source` asks git about
-the code, `plain` turns settings into plain values, and `rebuild` writes a damaged run.json again.
+`paths` names the files, `info` reads and writes run.json, `creation` makes a directory, `directory` has `Run`. `lock`
+lets one process train at a time, `choice` decides which run to train in, `status` reports the state of a run,
+`job_record` records when its job started and ended, and `exit_codes` explains its exit code. `source` reads the state
+of the code from git, `plain` converts settings to plain values, and `rebuild` restores a damaged run.json.
 """
 
 from headway.run.creation import check_name as check_name, config_text as config_text

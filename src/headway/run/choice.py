@@ -1,4 +1,4 @@
-"""Which run directory to train in: a given one, that of this job, an unfinished one, or a new one."""
+"""The choice of the run to train in: a given one, the one of this job, an unfinished one, or a new one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Choice:
     why: str
     finished: bool = False
     parent: Path | None = None
-    """the checkpoint of another run that it begins with, while it has none of its own"""
+    """the checkpoint of another run to start from, while the run has no checkpoint yet"""
 
 
 def choose(
@@ -53,46 +53,44 @@ def choose(
 ) -> Choice:
     """Chooses or creates a run. `resume` is "auto", "never", "must", or the directory of the run to resume.
 
-    If it is a checkpoint of a run, a new run begins with that, and its record names its parent; the same call resumes
-    that new run while it is unfinished.
+    If `resume` is a checkpoint of a run, a new run starts from it and records it as its parent; the same call resumes
+    the new run while it is unfinished.
 
     `opened` are the runs that this process has trained in: the run of a job is for its first pipeline only.
     """
     parent = _find_parent(resume)
     given = environ.get(environment.RUN)
     if given is not None and Path(given).absolute() not in opened:
-        run = _open_own(given)
-        if config is not None and not run.info()["attempts"]:
-            run.set_config(config)
-        if parent is not None and not run.info()["attempts"]:
-            run.set_parent(parent)
+        run = Run.open(given)
+        _check_own(run)
+        if not run.info()["attempts"]:
+            if config is not None:
+                run.set_config(config)
+            if parent is not None:
+                run.set_parent(parent)
         return Choice(
             run=run,
             why=f"{environment.RUN} names it",
             finished=resume != "never" and _finished(run),
             parent=parent,
         )
-    if resume in ("auto", "never", "must") or parent is not None:
-        _check_root(Path(root))
-    if parent is not None:
-        found = _find(root, name, config_text(config), environ, opened, parent=parent)
-        if found is not None:
-            return replace(found, parent=parent)
-        run = Run.create(root, name=name, config=config, world=world)
-        run.set_parent(parent)
-        return Choice(run=run, why=f"a new run, from {parent}", parent=parent)
-    if resume not in ("auto", "never", "must"):
+    if parent is None and resume not in ("auto", "never", "must"):
         run = _open(resume)
         return Choice(run=run, why="as requested", finished=_finished(run))
-    found = None if resume == "never" else _find(root, name, config_text(config), environ, opened)
+    _check_root(Path(root))
+    found = None if resume == "never" else _find(root, name, config_text(config), environ, opened, parent)
     if found is not None:
-        return found
+        return replace(found, parent=parent)
     if resume == "must":
         raise UsageError(
             f'resume="must", but {root} has no unfinished run {name!r} with these settings: start one with '
             'resume="auto", or give the directory of the run'
         )
-    return Choice(run=Run.create(root, name=name, config=config, world=world), why=NEW)
+    run = Run.create(root, name=name, config=config, world=world)
+    if parent is None:
+        return Choice(run=run, why=NEW)
+    run.set_parent(parent)
+    return Choice(run=run, why=f"a new run, from {parent}", parent=parent)
 
 
 def _open(path: str | Path) -> Run:
@@ -108,33 +106,26 @@ def _open(path: str | Path) -> Run:
     return run
 
 
-def _open_own(path: str | Path) -> Run:
-    """Opens a run of this user, to train in it."""
-    run = Run.open(path)
-    _check_own(run)
-    return run
-
-
 def _check_root(root: Path) -> None:
-    """Refuses a root in which others could replace runs, before anything is trained that could not be resumed."""
+    """Raises `UsageError` if others could replace runs in this root, so that its runs could not be resumed."""
     nearest = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
-    if nearest.is_dir():  # else no run can be made there, which says so itself
+    if nearest.is_dir():  # else creating the run fails with a better message
         with _only_warn_without_modes(nearest):
             ownership.check_root(root)
 
 
 def _check_own(run: Run) -> None:
-    """Raises `UsageError` if others could have written what a start of this run reads: a job checks the same."""
+    """Raises `UsageError` if others could have written files that a start of this run reads, as a job does."""
     with _only_warn_without_modes(run.path):
         Run(path=run.path.resolve(), id=run.id, name=run.name).check_private()
-        ownership.check_root(run.path)  # also the links that lead there
+        ownership.check_root(run.path)  # also the links in its path
         if run.checkpoints_dir.exists():
             ownership.check_private(run.checkpoints_dir.resolve())  # it may be a link to another disk
 
 
 @contextmanager
 def _only_warn_without_modes(directory: Path) -> Iterator[None]:
-    """Lets a refusal pass, with a warning, on a file system where no `chmod` could help."""
+    """Turns a `UsageError` into a warning on a file system without modes, where `chmod` cannot help."""
     try:
         yield
     except UsageError as error:
@@ -144,12 +135,12 @@ def _only_warn_without_modes(directory: Path) -> Iterator[None]:
 
 
 def _is_own(path: Path, uids: Collection[int]) -> bool:
-    """Whether a run is this user's: the runs of others in a shared directory are theirs to resume."""
+    """Returns whether a run is this user's: other users' runs in a shared directory are not resumed."""
     return path.stat().st_uid in uids
 
 
 def _warn_of_others(runs: Iterable[Run]) -> None:
-    """Names the newest of the runs that are not resumed because of their owner alone, if it has checkpoints."""
+    """Warns of the newest run with checkpoints that is not resumed only because another user owns it."""
     for run in runs:
         step = newest_step(run.path)
         if step is not None:
@@ -163,10 +154,10 @@ def _warn_of_others(runs: Iterable[Run]) -> None:
 
 
 def _warn_of_doubt(run: Run) -> None:
-    """Names the newest finished run whose script may still run elsewhere, which therefore is left alone."""
+    """Warns of a finished run that is not restored because its script may still run on another machine."""
     owner = newest_owner(run.lock_dir)
     logger.warning(
-        "%s is finished and not restored, as its script may not have ended on %s; to go on with it: HEADWAY_RUN=%s",
+        "%s is finished and not restored, as its script may still run on %s; to resume it, set HEADWAY_RUN=%s",
         run.id,
         owner.host if owner else "another machine",
         run.path,
@@ -174,7 +165,7 @@ def _warn_of_doubt(run: Run) -> None:
 
 
 def _find_parent(resume: str | Path) -> Path | None:
-    """Returns the checkpoint that a new run is to begin with; None if `resume` is not one."""
+    """Returns the checkpoint that a new run is to start from; None if `resume` is not one."""
     path = Path(resume).absolute()
     if not path.name.startswith("step-") or not has_info(path.parent.parent):
         return None
@@ -187,7 +178,7 @@ def _find_parent(resume: str | Path) -> Path | None:
 
 
 def _warn_of_damage(beginning: str, problem: str) -> None:
-    """Reports a run of that name which cannot be read: the damage of all others is not this run's concern."""
+    """Warns of a run that cannot be read if its path has this beginning, and so the name of this run."""
     if problem.startswith(beginning):
         logger.warning("%s; it is not resumed", problem)
 
@@ -198,12 +189,11 @@ def _find(
     config: str,
     environ: Mapping[str, str],
     opened: Collection[Path],
-    *,
-    parent: Path | None = None,
+    parent: Path | None,
 ) -> Choice | None:
-    """Returns the newest run of that name, those settings and that parent that this job began or is unfinished.
+    """Returns the newest run with this name, these settings and this parent to resume; None if there is none.
 
-    Also one that is finished, but whose script was killed before its own end.
+    It was begun by this job, is unfinished, or is finished but its script was killed before its end.
     """
     uids = {os.geteuid(), ownership.uid_in(Path(root))}
     named = runs_under(root, name=name, warn=partial(_warn_of_damage, str(Path(root) / f"{name}-")))
@@ -214,7 +204,7 @@ def _find(
     ]
     job = schedulers.detect(environ)
     for run in alike:
-        # only an earlier start of this job counts: one start may train in several runs
+        # begun by an earlier start of this job: the same start may train in several runs
         begun = (JobIds.from_dict(attempt) for attempt in run.info()["attempts"])
         if job and any(schedulers.is_earlier_start(ids, job) for ids in begun):
             _check_own(run)
@@ -241,7 +231,7 @@ def _find(
 
 
 def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int]) -> None:
-    """Raises `UnreadableRun` if a run of that name might have been resumed, but for a damaged run.json."""
+    """Raises `UnreadableRun` if a run of that name cannot be resumed only because its run.json is damaged."""
     for path in sorted(root.glob(f"{name}-*")) if root.is_dir() else ():
         if named_run(path) != name or path.is_symlink() or not _is_own(path, uids):
             continue
@@ -257,12 +247,12 @@ def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int])
                 raise
         except UsageError as error:
             if isinstance(error.__cause__, PermissionError):
-                raise  # whether there is a checkpoint in it, nobody can tell
-            continue  # there is no checkpoint in it
+                raise  # it may have checkpoints
+            continue  # it has none
 
 
 def _other_command(run: Run) -> str:
-    """Returns a remark if another command line began this run."""
+    """Returns a note if another command line began this run."""
     begun, now = run.info()["command"][1:], redact_argv(sys.orig_argv)[1:]
     return "" if begun == now else f"; it was started by: {shlex.join(begun):.200}"
 
@@ -273,9 +263,9 @@ def _finished(run: Run) -> bool:
 
 
 def script_was_cut(run: Run) -> bool | None:
-    """Whether the script of a finished run has not ended, and its process does not run any more.
+    """Returns whether the script of a finished run was killed before its end.
 
-    None if nothing tells whether it runs: it was on another machine, and no scheduler says that its job is over.
+    None if that is unknown: it was on another machine, and no scheduler reports that its job is over.
     """
     attempts = run.info()["attempts"]
     if not attempts or attempts[-1].get("script_ended", True):  # functions, plain scripts, older versions

@@ -1,4 +1,4 @@
-"""Making a run directory: it appears under its name when it is whole, or not at all."""
+"""Creation of a run directory: it appears under its name when it is complete, or not at all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
+from headway import __version__
 from headway.errors import HeadwayError, StorageError, UsageError
 from headway.run.info import FORMAT, Info, format_time, write_info
 from headway.run.paths import RELATIVE, RunPaths
@@ -26,13 +27,13 @@ from headway.system.failpoints import failpoint
 from headway.system.redact import redact, redact_argv, redact_tree
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
-_SUFFIX_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # none that look alike
+_SUFFIX_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # without look-alikes
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _STORAGE_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a run if it is safe in a path, a shell and a scheduler; else raises `UsageError`.
+    """Returns a run name if it is safe in a path, a shell and a scheduler; else raises `UsageError`.
 
     >>> check_name("digits-v1.2")
     'digits-v1.2'
@@ -46,7 +47,7 @@ def check_name(name: str) -> str:
 
 
 def config_text(config: object) -> str:
-    """Returns what `config.yaml` holds for these settings; secrets are left out."""
+    """Returns the text of `config.yaml` for these settings, with secrets redacted."""
     return to_yaml(redact_tree(to_plain(config)))
 
 
@@ -73,7 +74,7 @@ def create_directory(
         "code": _code(source),
         "versions": _versions(),
         "world": redact_tree(world),
-        "config": config_text(settings),  # config.yaml is for people; of two copies, one may be damaged
+        "config": config_text(settings),  # a second copy, in case config.yaml is damaged
         "attempts": [],
     }
     with _staging(root) as staged, files.storage(f"write a new run in {root}"):
@@ -90,7 +91,7 @@ def create_directory(
         if source.diff:
             diff = source.diff.encode(errors="surrogateescape")  # bytes that are not UTF-8 stay as they were
             files.write_new(paths.diff_file, diff)
-        while True:  # until the name is new
+        while True:  # until the name is not taken
             suffix = "".join(secrets.choice(_SUFFIX_LETTERS) for _ in range(4))
             info["id"] = f"{name}-{now:%Y.%m.%d-%H.%M}-{suffix}"
             write_info(staged, info)
@@ -101,7 +102,7 @@ def create_directory(
 
 @contextmanager
 def _staging(root: Path) -> Iterator[Path]:
-    """Makes a hidden directory in `root` for a new run; if the block fails, nothing of it stays."""
+    """Makes a hidden directory in `root` for a new run; if the block fails, it is removed."""
     made_root = False
     staged = root / f".headway-{secrets.token_hex(8)}.tmp"
     try:
@@ -115,7 +116,7 @@ def _staging(root: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         if made_root:
-            with suppress(OSError):  # another run may be in it by now
+            with suppress(OSError):  # it may have another run by now
                 root.rmdir()
         raise
 
@@ -146,7 +147,7 @@ def _unusable(root: Path, error: Exception) -> HeadwayError:
 
 
 def _rename_new(staged: Path, path: Path) -> bool:
-    """Gives a finished run its name unless that is taken. Runs are never empty, so rename cannot replace one."""
+    """Renames a finished run unless the name is taken. Runs are never empty, so rename cannot replace one."""
     if os.path.lexists(path):
         return False
     try:
@@ -160,14 +161,13 @@ def _rename_new(staged: Path, path: Path) -> bool:
 
 
 def _code(source: SourceState) -> dict[str, object]:
-    """What run.json says about the code; the changes themselves are a file of their own."""
+    """Returns the state of the code for run.json; the diff has its own file."""
     facts = asdict(source) | {"diff": str(RELATIVE.diff_file) if source.diff else None}
     return {name: redact_tree(value) for name, value in facts.items()}
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"headway": None, "python": platform.python_version(), "torch": None}
-    for package in ("headway", "torch"):
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+    torch = None
+    with suppress(metadata.PackageNotFoundError):
+        torch = metadata.version("torch")
+    return {"headway": __version__, "python": platform.python_version(), "torch": torch}

@@ -1,4 +1,4 @@
-"""`Run`: one run directory, its list of attempts and its record of a failure."""
+"""`Run`: one run directory, its list of attempts and its failure record; and the search for runs under a root."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _ATTEMPT_ENDS = get_args(EndState)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Run(RunPaths):
-    """One run directory: its paths, all writing to run.json and failure.json, and the fence before every other write.
+    """One run directory: its paths, the writer of run.json and failure.json, and the check before every other write.
 
-    In the processes of an attempt, `fence` is the lock that rank 0 holds. What they write into the run passes
-    `check_owner`, so that an attempt which another process has replaced writes nothing more.
+    In the processes of an attempt, `fence` stands for the lock that rank 0 holds. They call `check_owner` before they
+    write into the run, so an attempt that another process has replaced writes nothing more.
 
     >>> run = Run.create("runs", name="digits", config={"lr": 3e-4})  # doctest: +SKIP
     >>> with run.lock():  # doctest: +SKIP
@@ -71,9 +71,9 @@ class Run(RunPaths):
     ) -> Run:
         """Makes a new run directory under `root`, and `root` too if only that is missing.
 
-        `command` is the command line to record, this process's by default, and `source` the state of the code, which
-        is asked once for many runs. An invalid name, settings that cannot be written, or a root that cannot be used
-        raise `UsageError` and leave nothing behind.
+        `command` is the command line to record, by default that of this process. `source` is the state of the code,
+        for callers that create many runs and read it once. An invalid name, settings that cannot be written, or a
+        root that cannot be used raise `UsageError` and leave nothing behind.
         """
         path = create_directory(
             Path(root).absolute(), name=name, config=config, command=command, world=world, source=source
@@ -94,9 +94,9 @@ class Run(RunPaths):
 
     @classmethod
     def open_private(cls, path: str | os.PathLike[str]) -> Run:
-        """Opens a run to execute what its files say, after `check_private`; `path` may be a link that headway made."""
+        """Opens a run whose files are to be executed, after `check_private`; `path` may be a link that headway made."""
         given = Path(path).absolute()
-        if given.is_symlink():  # of a job array
+        if given.is_symlink():  # job arrays have one per task
             ownership.check_private(given.parent)
             ownership.check_root(given.parent.parent)
         real = given.resolve()
@@ -104,9 +104,9 @@ class Run(RunPaths):
             RunPaths(path=real).check_private()
         run = cls.open(real)
         snapshot = run.info().get("code", {}).get("snapshot") or {}
-        tree = real / snapshot.get("tree", "")  # the runs of a sweep use the copy of the first
+        tree = real / snapshot.get("tree", "")  # the runs of a sweep share the copy of the first
         for directory in (tree, *tree.parents):
-            if directory.parent.resolve().is_relative_to(real.parent):  # the root may be named by a link
+            if directory.parent.resolve().is_relative_to(real.parent):  # the path to the root may have links
                 ownership.check_private(directory)
         return run
 
@@ -115,31 +115,31 @@ class Run(RunPaths):
         return read_info(self.path)
 
     def lock(self) -> AbstractContextManager[run_lock.RunLock]:
-        """Keeps every other process out while the `with` block runs; `RunLocked` names the process that holds the run.
+        """Locks the run while the `with` block runs; `RunLocked` names the process that holds it.
 
-        The lock's `note` is a line to show when the run was taken from an owner without a heartbeat; its `check()`
-        raises `RunLocked` when that happened to this process.
+        The lock's `note` is a line for the user if the run was taken from an owner without a heartbeat; its `check()`
+        raises `RunLocked` if another process took the run from this one.
         """
         return run_lock.hold(self.lock_dir, attempt=len(self.info()["attempts"]) + 1)
 
     def held_as(self, owner: int | None) -> Run:
-        """Returns this run for a process of an attempt; `owner` is the number of the lock that its rank 0 holds.
+        """Returns this run for a process of an attempt whose rank 0 holds the lock with the number `owner`.
 
-        None stands for a process that never held the run.
+        None is for a process whose attempt never held the run.
         """
         fence = None if owner is None else run_lock.Fence(directory=str(self.lock_dir), number=owner)
         return replace(self, fence=fence)
 
     def check_owner(self) -> None:
-        """Raises `RunLocked` if the run is another process's. Call it before each write into the run directory."""
-        with files.storage(f"find out who trains in {self.path}"):
+        """Raises `RunLocked` if another process holds the run. Call it before each write into the run directory."""
+        with files.storage(f"find the process that trains in {self.path}"):
             if self.fence is not None:
                 self.fence.check()
             else:
                 run_lock.check_free(self.lock_dir)
 
     def is_ours(self) -> bool:
-        """Returns whether `check_owner` allows this process to write, and the scheduler did not start its job again."""
+        """Returns whether this process may write: it passes `check_owner`, and its job was not started again."""
         try:
             self.check_owner()
         except RunLocked:
@@ -149,7 +149,7 @@ class Run(RunPaths):
     def open_rows(
         self, path: Path, *, content: str, default: Callable[[Any], Any] | None = None
     ) -> JsonLinesWriter:
-        """Opens a file of rows in this run; a write raises `RunLocked` once the run is another process's."""
+        """Opens a file of rows in this run; a write raises `RunLocked` once another process holds the run."""
         return JsonLinesWriter(path, content=content, default=default, before_write=self.check_owner)
 
     def parent_checkpoint(self) -> Path | None:
@@ -167,17 +167,19 @@ class Run(RunPaths):
             write_info(self.path, self.info() | {"parent": facts})
 
     def set_config(self, config: object) -> None:
-        """Writes the settings of a run that was created, at submission, before its script could give them."""
+        """Writes the settings of a run that was created at submission, before its script could pass them."""
         self.check_owner()
-        text = config_text(config)
+        self._write_config(config_text(config))
+
+    def _write_config(self, text: str) -> None:
         with files.storage(f"write {self.config_file}"):
             files.write_atomic(self.config_file, text.encode())
             write_info(self.path, self.info() | {"config": text})
 
     def has_config(self, text: str) -> bool:
-        """Returns whether these are the settings of the run. A damaged copy of them, of two, is written again.
+        """Returns whether these are the settings of the run. If one of its two copies is damaged, it is restored.
 
-        `UnreadableRun` if there is no whole copy to compare with, and the run has checkpoints.
+        `UnreadableRun` if both copies are damaged and the run has checkpoints.
         """
         info = self.info()
         try:
@@ -185,12 +187,15 @@ class Run(RunPaths):
         except (OSError, ValueError):
             found = None
         if text not in (info.get("config"), found):
-            # None: an older version wrote it, or it was rebuilt without them
+            # run.json has no copy if an older version wrote it, or if it was rebuilt without one
             if info.get("config") is None and (found is None or not is_yaml(found)):
                 self._refuse_damaged_config()
             return False
-        if found != text or info.get("config", text) != text:
-            self._restore_config(text, info)
+        if (found != text or info.get("config", text) != text) and self.is_ours():
+            logger.warning(
+                "the settings of %s were damaged, and are restored from their second copy", self.id
+            )
+            self._write_config(text)
         return True
 
     def _refuse_damaged_config(self) -> None:
@@ -201,18 +206,8 @@ class Run(RunPaths):
                 f"settings; to resume it, pass resume={str(self.path)!r}, or move it away to start over"
             )
 
-    def _restore_config(self, text: str, info: dict[str, Any]) -> None:
-        if not self.is_ours():
-            return
-        logger.warning(
-            "the settings of %s were damaged, and are written again from their second copy", self.id
-        )
-        with files.storage(f"write {self.config_file}"):
-            files.write_atomic(self.config_file, text.encode())
-            write_info(self.path, info | {"config": text})
-
     def record_snapshot(self, facts: Mapping[str, object]) -> None:
-        """Records in run.json which copy of the code runs. Jobs are started by these paths: they are not redacted."""
+        """Records in run.json which copy of the code runs. Its paths are not redacted, since jobs start from them."""
         self.check_owner()
         info = self.info()
         info["code"]["snapshot"] = dict(facts)
@@ -224,8 +219,8 @@ class Run(RunPaths):
     def begin_attempt(self, *, world: object) -> int:
         """Records in run.json that training starts; returns the number of the attempt: 1, 2, ...
 
-        Call it under `lock()`: an older attempt that still reads "running" was killed. If it had failed before, it
-        left a failure.json, which becomes failure-N.json.
+        Call it under `lock()`: an earlier attempt whose status is still "running" was killed. A failure.json that an
+        earlier attempt left is renamed to failure-N.json.
         """
         self.check_owner()
         info = self.info()
@@ -253,7 +248,7 @@ class Run(RunPaths):
         return number
 
     def note_attempt(self, number: int, **facts: int) -> None:
-        """Adds facts to an attempt in run.json, such as its first step, unless another attempt followed."""
+        """Adds facts to the current attempt in run.json, such as its first step; does nothing for an earlier one."""
         info = self.info()
         if number == len(info["attempts"]) and self.is_ours():
             info["attempts"][-1] |= facts
@@ -261,35 +256,31 @@ class Run(RunPaths):
                 write_info(self.path, info)
 
     def conclude_end(self, attempt: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns status and exit code of an attempt that reads "running" and has no process any more.
+        """Returns status and exit code of an attempt whose status is "running" although its processes have ended.
 
-        Its rank 0 was gone before it could record its end. What that was is concluded from the record of its failure,
-        else from that of its supervisor; with neither, the attempt is "lost". The next attempt writes the same to
-        run.json as `headway runs` shows before it begins.
+        Rank 0 ended before it could record how. The failure record tells, else the record of the supervisor; without
+        either, the attempt is "lost". `headway runs` shows this status, and the next attempt writes it to run.json.
         """
         number = attempt["number"]
-        # an attempt that began to follow may have set it aside, and been killed before it wrote run.json
-        files_of = [self.old_failure_file(number), *([self.failure_file] if number == self._newest() else [])]
-        for record in filter(None, map(read_json, reversed(files_of))):
+        is_newest = number == len(self.info()["attempts"])
+        # the next attempt may have renamed failure.json, and been killed before it wrote run.json
+        records = [self.failure_file] if is_newest else []
+        for record in filter(None, map(read_json, [*records, self.old_failure_file(number)])):
             interrupted = record.get("kind") == "interrupted"
             status, code = ("interrupted", INTERRUPTED) if interrupted else ("failed", 1)
             return {"status": status, "exit_code": record.get("exit_code") or code}
         ended = read_end(self.ended_file)
-        if ended and ended["exit_code"] and number == self._newest() and is_end_of(ended, attempt):
+        if ended and ended["exit_code"] and is_newest and is_end_of(ended, attempt):
             return {"status": state_of(ended["exit_code"]), "exit_code": ended["exit_code"]}
         return {"status": "lost", "exit_code": None}
-
-    def _newest(self) -> int:
-        return len(self.info()["attempts"])
 
     def end_attempt(
         self, number: int, *, status: str, exit_code: int, why: str = "", step: int | None = None
     ) -> None:
         """Records how an attempt ended: "done", "failed", "stopped" (may be resumed) or "interrupted", and why.
 
-        `step` is the last step that it made, for a caller that knows it where rank 0 may not have recorded it.
-        An attempt that another one followed has ended when that began, and writes nothing: run.json is no longer its
-        own.
+        `step` is its last step, from a caller that knows it when rank 0 may not have recorded it. Does nothing for an
+        earlier attempt: it ended when the next one began.
         """
         info = self.info()
         if status not in _ATTEMPT_ENDS or not 1 <= number <= len(info["attempts"]):
@@ -312,24 +303,21 @@ class Run(RunPaths):
             write_info(self.path, info)
 
     def end_killed_attempt(self, pid: int, exit_code: int, *, why: str = "", step: int | None = None) -> None:
-        """Records how the last attempt ended, if it is that of process `pid` of this host and nobody has recorded it.
+        """Records how the last attempt ended, if process `pid` of this host began it and its end is not recorded.
 
-        For the parent of rank 0, which knows how that ended and may be the only one left to record it.
+        For the parent of rank 0, which has its exit code and may be the only process left to record it.
         """
         attempts = self.info()["attempts"]
         last = attempts[-1] if attempts else {}
-        is_killed = (last.get("status"), last.get("host"), last.get("pid")) == (
-            "running",
-            socket.gethostname(),
-            pid,
-        )
-        if is_killed and exit_code:  # a rank 0 that left with 0 in the middle of its attempt has not said how
+        begun_by = last.get("status"), last.get("host"), last.get("pid")
+        # exit code 0 in the middle of an attempt does not tell how it ended
+        if exit_code and begun_by == ("running", socket.gethostname(), pid):
             status = state_of(exit_code)
             self.end_attempt(len(attempts), status=status, exit_code=exit_code, why=why, step=step)
 
     def was_replaced(self) -> bool:
-        """Returns whether the scheduler has started the job of this process again, and the run is the newer start's."""
-        with suppress(UsageError):  # run.json cannot be read: a failure must be reported all the same
+        """Returns whether the scheduler has started this process's job again, and the newer start has the run."""
+        with suppress(UsageError):  # a failure must be reported even if run.json cannot be read
             attempts = self.info()["attempts"]
             newest = JobIds.from_dict(attempts[-1]) if attempts else None
             return schedulers.is_earlier_start(schedulers.detect(), newest)
@@ -337,27 +325,27 @@ class Run(RunPaths):
 
     # --- failures
 
-    def write_failure(self, record: Mapping[str, object], *, instead: bool = False) -> bool:
-        """Writes failure.json if there is none, or replaces it with `instead`. Returns whether it was written.
+    def write_failure(self, record: Mapping[str, object], *, overwrite: bool = False) -> bool:
+        """Writes failure.json if there is none, or with `overwrite` replaces it. Returns whether it was written.
 
-        A process whose run is another one's records no failure: neither one that was refused nor one that was replaced.
+        A process that does not hold the run records no failure, whether it was refused or replaced.
         """
         if not self.is_ours():
             return False
         with files.storage(f"write {self.failure_file}"):
             data = to_json(redact_tree(record))
-            if instead:
+            if overwrite:
                 files.write_atomic(self.failure_file, data)
-            return instead or files.publish(self.failure_file, data)
+            return overwrite or files.publish(self.failure_file, data)
 
     def set_failure_aside(self, attempt: int) -> None:
-        """Renames failure.json, if there is one, to failure-N.json: a new attempt begins."""
+        """Renames failure.json, if there is one, to failure-N.json, before a new attempt begins."""
         with suppress(FileNotFoundError):
             self.failure_file.rename(self.old_failure_file(attempt))
 
 
 def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = None) -> Run | None:
-    """Returns the run that was created last under `root`, of that name if one is given; None if there is none.
+    """Returns the newest run under `root`, with that name if one is given; None if there is none.
 
     Runs of other users in a shared root do not count: open one of them by its path, with `hw.Run.open`.
 
@@ -370,12 +358,12 @@ def find_latest(root: str | os.PathLike[str] = "runs", *, name: str | None = Non
 def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
     """Returns the run at a path; else the one under `root` with this id; else those whose id begins or ends with it.
 
-    If some of the last are this user's, those of others do not count.
+    In the last case, runs of other users count only if none is this user's.
 
     >>> find_runs("x7k2")  # doctest: +SKIP
     [Run(path=PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2'), ...)]
     """
-    if not place:  # an unset variable of a shell: every id begins with nothing
+    if not place:  # an unset variable in a shell: every id begins with an empty string
         return []
     if has_info(Path(place)):
         return [Run.open(place)]
@@ -384,11 +372,10 @@ def find_runs(place: str, root: str | os.PathLike[str] = "runs") -> list[Run]:
 
 
 def own_runs(runs: Sequence[Run]) -> list[Run]:
-    """Those that this user or root has made: others may give runs what names and times they like."""
+    """Returns the runs that this user or root made: other users may give theirs any name and time."""
     uids = {os.geteuid(), 0}
-    owners = {
-        run.path: run.path.lstat().st_uid for run in runs if os.path.lexists(run.path)
-    }  # it may be removed
+    # a run may have been removed since it was listed
+    owners = {run.path: run.path.lstat().st_uid for run in runs if os.path.lexists(run.path)}
     if not uids.issuperset(owners.values()):
         uids.add(ownership.uid_in(runs[0].path.parent))
     return [run for run in runs if owners.get(run.path) in uids]
@@ -400,10 +387,10 @@ def runs_under(
     name: str | None = None,
     warn: Callable[[str], object] = lambda _: None,
 ) -> list[Run]:
-    """Returns the runs under `root`, of that name if one is given, the newest first.
+    """Returns the runs under `root`, with that name if one is given, the newest first.
 
-    Unfinished directories, links, directories of other kinds and those that other users have closed are skipped; `warn`
-    is called with a message for each run that cannot be read.
+    Skips unfinished directories, links, directories that are not runs, and those that other users do not share. Calls
+    `warn` with a message for each run that cannot be read.
     """
     if name is not None:
         check_name(name)
@@ -422,20 +409,21 @@ def runs_under(
         try:
             info = read_info(path)
         except UsageError as error:
-            if has_info(path) and not _is_closed(path, error):  # else it is not a run, or not yet
+            if has_info(path) and not _is_closed(path, error):
                 warn(str(error))
             continue
         if name in (None, info["name"]):
-            run = Run(path=path.absolute(), id=path.name, name=info["name"])  # run.json could name any id
+            # the id is the name of the directory: another user's run.json could have any
+            run = Run(path=path.absolute(), id=path.name, name=info["name"])
             found.append((info["created"], run))
     return [run for _, run in sorted(found, key=lambda pair: (pair[0], pair[1].id), reverse=True)]
 
 
 def _is_closed(path: Path, error: UsageError) -> bool:
-    """Whether a directory may not be looked into, and is not a run that this user, or root in a container, has made."""
+    """Returns whether a directory is inaccessible, and not a run that this user, or root in a container, made."""
     if not isinstance(error.__cause__, PermissionError):
         return False
     try:
         return named_run(path) is None or path.lstat().st_uid not in (os.geteuid(), 0)
-    except FileNotFoundError:  # removed meanwhile
+    except FileNotFoundError:  # removed in the meantime
         return True

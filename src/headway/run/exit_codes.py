@@ -1,7 +1,7 @@
-"""What an exit code says about a run that ended with it: for records, lists of runs, and the last line of a launch.
+"""The meaning of each exit code of a run: for records, lists of runs, and the last line of a launch.
 
-`headway.errors` gives each error its code. A code that is not in the table, 1 among them, is a failure whose report
-says more than any code.
+`headway.errors` gives each error its code. Any code that is not in the table, such as 1, is a failure; its report
+explains it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EndState = Literal["done", "failed", "stopped", "interrupted"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class ExitMeaning:
-    """The state that an exit code stands for, in words for lists of runs and for whoever has just seen the run end."""
+    """The state of a run that ended with an exit code, and the reason in words."""
 
     state: EndState
     why: str
-    """in a list of runs, where nobody has recorded more"""
+    """in a list of runs, if the run recorded no other reason"""
     sentence: str
     """after the output of the run, with what to do next"""
 
@@ -44,7 +44,7 @@ EXIT_CODES: Mapping[int, ExitMeaning] = {
     ),
     Stopped.exit_code: ExitMeaning(
         state="stopped",
-        why="stopped with a checkpoint, and did not record by what",
+        why="stopped with a checkpoint; it did not record why",
         sentence="stopped with a checkpoint; the same command resumes from it",
     ),
     NoValidCheckpoint.exit_code: ExitMeaning(
@@ -64,11 +64,11 @@ EXIT_CODES: Mapping[int, ExitMeaning] = {
         state="interrupted", why="ended by SIGTERM before it could save", sentence="stopped by SIGTERM"
     ),
 }
-"""the exit codes that need no report of a failure"""
+"""exit codes that explain an end without a failure report"""
 
 
 def state_of(code: int) -> EndState:
-    """Returns how a run has ended that left with an exit code.
+    """Returns the state of a run that ended with an exit code.
 
     >>> state_of(0), state_of(75), state_of(143), state_of(9)
     ('done', 'stopped', 'interrupted', 'failed')
@@ -84,5 +84,5 @@ def code_of(state: str) -> int:
     >>> code_of("done"), code_of("stopped"), code_of("interrupted"), code_of("lost")
     (0, 75, 130, 1)
     """
-    known: dict[str, int] = {"done": DONE, "stopped": Stopped.exit_code, "interrupted": INTERRUPTED}
-    return known.get(state, HeadwayError.exit_code)
+    codes: dict[str, int] = {"done": DONE, "stopped": Stopped.exit_code, "interrupted": INTERRUPTED}
+    return codes.get(state, HeadwayError.exit_code)

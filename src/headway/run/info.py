@@ -15,16 +15,16 @@ from headway.system import files
 from headway.system.jsonlines import parse_json
 
 FORMAT = 1
-"""of run.json; to be raised when readers of the old form would misunderstand the new one"""
+"""of run.json; raise it when readers of the old format would misread the new one"""
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""what reading a value of another kind than expected may raise: a file of another user may hold anything"""
+"""what code may raise for a value of an unexpected type: another user's file may hold anything"""
 
 Info = dict[str, Any]
 
 
 def has_info(path: Path) -> bool:
-    """Returns whether a directory is a run directory; also if it may not be looked into, and nothing tells."""
+    """Returns whether a directory is a run directory; also True if this user may not look into it."""
     try:
         return RunPaths(path=path).info_file.exists()
     except PermissionError:
@@ -50,20 +50,16 @@ def read_info(path: Path) -> Info:
         raise _unreadable(path, f"is damaged: {error}") from error
     match info:
         case {"format": int(form)} if form > FORMAT:
-            problem = (
-                f"has format {form}, and this version of headway reads {FORMAT}: a newer one has written it"
-            )
+            problem = f"has format {form}, written by a newer headway; this version reads format {FORMAT}"
             raise _unreadable(path, problem, remedy="upgrade headway to use it")
         case {"format": 1, "id": str(id_), "name": str(name), "created": str(), "attempts": list()}:
             if id_.startswith(f"{name}-") and all(map(_is_attempt, info["attempts"])):
                 return dict(info)
-    raise _unreadable(
-        path, f"is damaged: it is not the record of a run, of which format {FORMAT} is expected"
-    )
+    raise _unreadable(path, f"is damaged: it is not the record of a run in format {FORMAT}")
 
 
 def _is_attempt(attempt: object) -> bool:
-    """Returns whether this may be an attempt in run.json: others show its status and compute with its times."""
+    """Returns whether a value is an attempt: readers of run.json display its status and compute with its times."""
     match attempt:
         case {"number": int(number), "started": str(started), "status": str(status)}:
             try:
@@ -75,41 +71,41 @@ def _is_attempt(attempt: object) -> bool:
 
 
 def newest_step(path: Path) -> int | None:
-    """Returns the step of the newest checkpoint in a run directory, valid or not; None if none is seen.
+    """Returns the step of the newest checkpoint in a run directory, valid or not; None if there is none.
 
-    It does not fail: callers describe a run whose storage may be what failed. `checkpoint.format.directory.list_steps`
-    is for those that resume from what they find.
+    It never raises, since callers describe a run whose storage may have failed. To resume, use
+    `checkpoint.format.directory.list_steps`, which does.
     """
-    found = (step_of(each.name) for each in RunPaths(path=path).checkpoints_dir.glob("step-*"))
-    return max((step for step in found if step is not None), default=None)
+    steps = (step_of(directory.name) for directory in RunPaths(path=path).checkpoints_dir.glob("step-*"))
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _unreadable(path: Path, problem: str, *, remedy: str = "") -> UsageError:
-    """Returns the error for a run.json that cannot be used: another one if work would be lost by starting over."""
+    """Returns the error for an unusable run.json: `UnreadableRun` if starting over would discard checkpoints."""
     file, step = RunPaths(path=path).info_file, newest_step(path)
     if step is None:
         return UsageError(f"{file} {problem}" + (f"; {remedy}" if remedy else ""))
-    remedy = remedy or f"write it again with: headway runs rebuild {shlex.quote(str(path))}"
+    remedy = remedy or f"restore it with: headway runs rebuild {shlex.quote(str(path))}"
     return UnreadableRun(f"{file} {problem}, and the run has checkpoints up to step {step:,}; {remedy}")
 
 
 def write_info(path: Path, info: Info) -> None:
-    """Replaces the run.json of a run directory as a whole."""
+    """Replaces the run.json of a run directory atomically."""
     files.write_atomic(RunPaths(path=path).info_file, to_json(info))
 
 
 def to_json(value: object) -> bytes:
-    """A file of facts as people can read it, too."""
+    """Encodes a value as JSON that people can read, too."""
     return json.dumps(value, indent=2, default=str).encode() + b"\n"
 
 
 def format_time(moment: datetime) -> str:
-    """A moment as run.json writes it: in UTC, so that texts sort as moments do."""
+    """Formats a time as run.json has it: in UTC, so that the strings sort by time."""
     return moment.astimezone(UTC).isoformat(timespec="microseconds")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Reads a JSON object; None if the file is missing or not whole."""
+    """Reads a JSON object; None if the file is missing or damaged."""
     try:
         facts = parse_json(files.read_regular(path))
     except (OSError, ValueError):
@@ -118,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_end(path: Path) -> dict[str, Any] | None:
-    """Reads ended.json: when a job ended, with which exit code, and why; None if it does not say."""
+    """Reads ended.json: when a job ended, with which exit code, and why; None if it is missing or damaged."""
     facts = read_json(path) or {}
     match facts:
         case {"time": str(), "exit_code": int()}:
@@ -128,10 +124,10 @@ def read_end(path: Path) -> dict[str, Any] | None:
 
 
 def is_end_of(ended: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
-    """Returns whether ended.json is about the newest attempt of its run, and not about an earlier one.
+    """Returns whether ended.json describes the end of this attempt, the newest of its run, and not of an earlier one.
 
-    It says how many attempts there were; those may be more than a run.json has that was rebuilt since. One of an older
-    version has only its time, by the clock of another node.
+    The file has the number of attempts, which may exceed that in a run.json that was rebuilt since. Files of older
+    versions have only a time, from the clock of another node.
     """
     if isinstance(count := ended.get("attempts"), int):
         return bool(count == attempt["number"])

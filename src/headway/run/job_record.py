@@ -1,7 +1,7 @@
-"""What whoever supervises the ranks of a job records about it: starts.jsonl, and ended.json about its last end.
+"""The record of a job, written by the supervisor of its ranks: starts.jsonl, and ended.json for the last end.
 
-A `Pipeline` records its attempts in run.json, with more facts. A function or a plain script has only this, and only
-the supervisor knows how a rank ended that was killed.
+A `Pipeline` also records its attempts in run.json, in more detail. For a function or a plain script there is only this
+record, and only the supervisor sees how a killed rank ended.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ class Start:
 
     began: float
     ended: float | None = None
-    """of one that was killed, the last output before the next start; None if that is not known either"""
+    """if it was killed, the time of its last output before the next start; None if that is unknown, too"""
 
 
 def record_start(run: Run, *, job: str | None = None) -> None:
-    """Records that the job of a run starts now, by this process; `job` is its number."""
+    """Records that this process starts the job of a run; `job` is the scheduler's number for it."""
     process = ProcessIdentity.of().to_dict()
     _append(run, {"event": "start", **process, "job": job, "output_before": last_output(run)})
 
 
 def read_starts(run: Run) -> list[Start]:
-    """Returns all starts, in their order; none for a run that was started before headway recorded them."""
+    """Returns all starts, in order; none for a run of a version that did not record them."""
     rows: Iterable[Mapping[str, Any]] = ()
-    with suppress(OSError):  # a file of another user
+    with suppress(OSError):  # another user's file
         rows = list(jsonlines.read(run.starts_file))
-    found: list[Start] = []
+    starts: list[Start] = []
     for row in rows:
         now = row.get("time")
         if not is_time(now):
             continue
-        is_open = bool(found) and found[-1].ended is None
+        is_open = bool(starts) and starts[-1].ended is None
         if row.get("event") == "start":
             output = row.get("output_before")
             if is_open and is_time(output):
-                found[-1] = replace(found[-1], ended=max(found[-1].began, min(output, now)))
-            found.append(Start(began=now))
+                starts[-1] = replace(starts[-1], ended=max(starts[-1].began, min(output, now)))
+            starts.append(Start(began=now))
         elif is_open:
-            found[-1] = replace(found[-1], ended=now)
-    return found
+            starts[-1] = replace(starts[-1], ended=now)
+    return starts
 
 
 def open_start(run: Run) -> Mapping[str, Any]:
-    """Returns what is recorded of the last start if its end is not; empty if it is, or a scheduler knows the job."""
+    """Returns the row of the last start if no end follows it; empty otherwise, or if a scheduler runs the job."""
     last = next(jsonlines.read_reversed(run.starts_file), {})
     return last if last.get("event") == "start" and last.get("job") is None else {}
 
 
 def last_output(run: Run) -> float | None:
-    """Returns when the job last wrote to its log; None if it has none."""
+    """Returns the time at which the job last wrote to its log; None if it has none."""
     with suppress(OSError):
         return run.job_log.stat().st_mtime
     return None
 
 
 def record_end(run: Run, code: int, *, error: str | None = None) -> None:
-    """Records that the job of a run ended; called by its supervisor, which knows the exit code.
+    """Records that the job of a run ended; its supervisor, which has the exit code, calls this.
 
-    Nothing is recorded if another process trains in the run: this job was refused, or has been replaced.
+    Records nothing if another process trains in the run: this job was refused, or was replaced.
     """
     if not run.is_ours():
         return
@@ -89,7 +89,7 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
         "error": error,
         "exit_s": _since_last_attempt(attempts, now),
     }
-    # nothing was saved at the end, or nothing was left to save
+    # the job ended before it could save, or after training, with nothing left to save
     if code == TERMINATED or (code == Stopped.exit_code and is_in_last_lines(run)):
         step, before = newest_step(run.path), read_json(run.ended_file) or {}
         same = "newest_step" in before and before["newest_step"] == step
@@ -99,7 +99,7 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
 
 
 def record_failed_start(run: Run, error: BaseException) -> None:
-    """Records how a job of a run ended whose supervisor has raised an error, or was ended by a signal."""
+    """Records the end of a job whose supervisor raised an error or was ended by a signal."""
     if isinstance(error, SystemExit):
         record_end(run, error.code if isinstance(error.code, int) else 1)
     else:
@@ -108,15 +108,15 @@ def record_failed_start(run: Run, error: BaseException) -> None:
 
 
 def read_last_end(run: Run, attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Returns how the last start of a run ended; None if that is not recorded, or only of an earlier start."""
+    """Returns ended.json of a run; None if there is none, or if it describes an earlier attempt."""
     ended = read_end(run.ended_file)
     return None if ended and attempts and not is_end_of(ended, attempts[-1]) else ended
 
 
 def is_over_for_good(run: Run) -> bool:
-    """Returns whether the record of the last end alone says that no job of the run is queued.
+    """Returns whether the record of the last end alone proves that no job of the run is queued.
 
-    A job that was stopped, ended by SIGTERM or has lost a node may be queued again. Who submits another one removes the
+    A job that was stopped, ended by SIGTERM or lost a node may be queued again. Submitting another job removes the
     record first.
     """
     ended = read_last_end(run, run.info()["attempts"])
@@ -126,23 +126,23 @@ def is_over_for_good(run: Run) -> bool:
 
 
 def exit_seconds(run: Run) -> float:
-    """Returns how long the last job took from the end of its attempt to the record of its own end; 0 if unknown.
+    """Returns the seconds from the end of the last job's attempt to the end of the job; 0 if unknown.
 
-    So long before its time limit must a job have saved: ranks and agents end, and only then is it queued again.
+    A job must save at least that long before its time limit, since it is requeued only after ranks and agents end.
     """
     return float((read_json(run.ended_file) or {}).get("exit_s") or 0.0)
 
 
 def ends_at_same_step(run: Run) -> int:
-    """Returns how many jobs of this run in a row were ended with the same newest checkpoint, or none, and no progress.
+    """Returns how many jobs of this run in a row ended without progress, with the same newest checkpoint or none.
 
-    That is by SIGTERM before they had saved, or in the rest of the script of a finished run.
+    They were ended by SIGTERM before they could save, or in the rest of the script after training.
     """
     return int((read_json(run.ended_file) or {}).get("same_step_ends", 0))
 
 
 def is_in_last_lines(run: Run) -> bool:
-    """Returns whether the training of a run is done, and only the rest of its script is left."""
+    """Returns whether the training of a run is done and only the rest of its script remains."""
     last = (_attempts(run) or [{}])[-1]
     return last.get("status") == "done" and not last.get("script_ended", True)
 
@@ -153,7 +153,7 @@ def _since_last_attempt(attempts: Sequence[Mapping[str, Any]] | None, now: datet
 
 
 def _attempts(run: Run) -> Sequence[Mapping[str, Any]] | None:
-    """Returns the attempts so far; None if run.json cannot be read: the end is recorded all the same."""
+    """Returns the attempts so far; None if run.json cannot be read, which must not prevent recording the end."""
     try:
         return run.info()["attempts"]  # type: ignore[no-any-return]
     except UsageError:

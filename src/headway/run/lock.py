@@ -4,8 +4,8 @@
     lock/owner-00003.json    the third owner of the run; the highest number is the current one
 
 A process takes the run by publishing the next number, which exactly one process on any host can do; no file is used
-twice. The owner increments a counter in its file every second. A process that finds an owner which has not released
-the run takes it only on evidence that this owner is gone. Clocks of different hosts are never compared:
+twice. The owner increments a counter in its file every second. A process that finds an owner that has not released
+the run takes it only on evidence that this owner is gone. It never compares clocks of different hosts:
 
     an earlier start of our own job, or a job that is over           free
     flock is held, or the owner runs on this machine                 locked
@@ -14,8 +14,8 @@ the run takes it only on evidence that this owner is gone. Clocks of different h
     otherwise, if the counter changes within 10 s of our own clock   locked, and if not: taken, with a note
 
 An owner that was replaced exits within seconds. A node that was cut off from its scheduler may still run such an owner,
-and hold its flock. Until it exits it writes nothing into the run: every write passes `Fence.check`, and those of
-processes that never held the run `check_free`.
+which holds its flock. Until it exits, it writes nothing into the run: it calls `Fence.check` before every write, and
+processes that never held the run call `check_free`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from headway.system.locks import FileLock, ProcessIdentity, is_unsupported
 HEARTBEAT_S = 1.0
 """how often the owner increments its counter"""
 _SILENCE_S = 10.0  # without a heartbeat until an owner counts as gone: one that holds the GIL misses a few
-_REPLACED_S = 5.0  # for an owner that was replaced, to find it out by itself and report it, until it is ended
+_REPLACED_S = 5.0  # for the main thread of a replaced owner to notice and report it, before this thread exits
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that holds a run, described so that a process on another host can check it."""
+    """The process that holds a run, in values that a process on another host can check."""
 
     host: str
     machine: str
@@ -62,7 +62,7 @@ class Owner:
 
     @classmethod
     def read(cls, record: bytes) -> Owner | None:
-        """Parses a record; None if it is damaged, half-written or of another version."""
+        """Parses a record; None if it is damaged, half-written or from another version."""
         try:
             values = parse_json(record)
             job = JobIds.from_dict(values)
@@ -79,7 +79,7 @@ class Owner:
         return ProcessIdentity(host=self.host, machine=self.machine, pid=self.pid, born=self.born)
 
     def record(self) -> bytes:
-        """Returns the record, padded: it is rewritten in place, and a longer one must not show behind it."""
+        """Returns the record, padded, since it is rewritten in place and must cover a longer one."""
         facts = dataclasses.asdict(self)
         del facts["job"]
         facts |= self.job.to_dict() if self.job else {}
@@ -93,7 +93,7 @@ class Owner:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fence:
-    """A lock in two plain values, with which every process of an attempt checks whether it may write into the run."""
+    """A lock as two plain values, from which every process of an attempt checks whether it may write into the run."""
 
     directory: str
     number: int
@@ -103,8 +103,7 @@ class Fence:
         directory = Path(self.directory)
         newest = _newest(directory)
         if newest > self.number:
-            taker = Owner.read(files.read_regular(_owner_file(directory, newest)))
-            raise RunLocked(_taken_over(directory, taker))
+            raise RunLocked(_taken_over(directory, _read_owner(directory, newest)))
 
 
 @final
@@ -127,45 +126,45 @@ class RunLock:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._send_heartbeats, name="headway-run-lock", daemon=True)
         self._thread.start()
-        # a data worker that is forked from this process would keep the owner file open after it
+        # a data worker that is forked from this process would keep the owner file open after it ends
         register_after_fork(self, RunLock._close)
 
     @property
     def fence(self) -> Fence:
-        """What the other processes of this attempt need to check whether the run is still ours."""
+        """The values from which other processes of this attempt check that it still holds the run."""
         return Fence(directory=str(self._directory), number=self._number)
 
     def check(self) -> None:
-        """Raises `RunLocked` if another process took the run, which happens when this one was suspended for long.
+        """Raises `RunLocked` if another process took the run, as may happen while this one is suspended for long.
 
-        Call it before an action that is final, like the commit of a checkpoint.
+        Call it before an action that cannot be undone, such as the commit of a checkpoint.
         """
         self.fence.check()
 
     def release(self) -> None:
-        """Releases the run. Does nothing in a forked child: the run is its parent's."""
+        """Releases the run. Does nothing in a forked child, whose parent holds the run."""
         if os.getpid() != self._owner.pid or self._stop.is_set():
             return
         self._stop.set()
         self._thread.join()
-        # if this cannot be written, closing still releases the run; a process elsewhere waits a little longer
+        # if this write fails, closing still releases the run; a process on another host waits a little longer
         with suppress(OSError):
             self._write(released=True)
         self._close()
 
     def _send_heartbeats(self) -> None:
         while not self._stop.wait(self._heartbeat_s):
-            # a file system that fails for a while must not end the heartbeat; training notices it by itself
+            # a file system that fails for a while must not end the heartbeat; training reports it
             with suppress(OSError):
                 self._write(beat=self._owner.beat + 1)
                 self._exit_if_replaced()
 
     def _exit_if_replaced(self) -> None:
-        """Gives the main thread some seconds to find it out by itself; it may be stuck in a collective."""
+        """Exits if another process took the run and the main thread, perhaps stuck in a collective, did not notice."""
         newest = _newest(self._directory)
         if newest <= self._number:
             return
-        taker = Owner.read(files.read_regular(_owner_file(self._directory, newest)))
+        taker = _read_owner(self._directory, newest)
         ourselves = taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
         if ourselves or self._stop.wait(_REPLACED_S):
             return
@@ -175,10 +174,10 @@ class RunLock:
     def _write(self, **changes: Any) -> None:
         self._owner = dataclasses.replace(self._owner, **changes)
         os.pwrite(self._file, self._owner.record(), 0)
-        os.fsync(self._file)  # other hosts see it only when it has left ours
+        os.fsync(self._file)  # other hosts see the record only after this
 
     def _close(self) -> None:
-        """Closes once only: a child forked after our release comes here, too, and the numbers are other files then."""
+        """Closes once: a child forked after the release calls this, too, when the descriptors may be other files."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -191,7 +190,7 @@ def hold(
 ) -> Iterator[RunLock]:
     """Holds the run whose lock files are in `directory`, or raises `RunLocked`, which names the owner.
 
-    An owner on another host that sends no heartbeat for `silence_s` seconds counts as gone.
+    An owner on another host without a heartbeat for `silence_s` seconds counts as gone.
 
     with hold(run.lock_dir, attempt=1) as lock:
         print(lock.note or "the run was free")
@@ -205,14 +204,14 @@ def hold(
 
 
 def check_free(directory: Path) -> None:
-    """Raises `RunLocked` if another process trains in the run: for a process that writes into it and never held it.
+    """Raises `RunLocked` if another process trains in the run. For a process that writes into it but never held it.
 
-    That is the agent or the job script of the ranks, or a process that failed before it could take the run.
+    Such processes are the agent and the job script of the ranks, and one that failed before it could take the run.
     """
     number = _newest(directory) if directory.is_dir() else 0
     if not number:
         return
-    owner = Owner.read(files.read_regular(_owner_file(directory, number)))
+    owner = _read_owner(directory, number)
     me = Owner(**ProcessIdentity.of().to_dict(), attempt=0, job=schedulers.detect())
     ours = owner and (owner.identity == me.identity or _is_same_start(owner.job, me.job))
     if not ours and not (owner and _is_gone(owner, me)):
@@ -220,7 +219,7 @@ def check_free(directory: Path) -> None:
 
 
 def _is_same_start(job: JobIds | None, ours: JobIds | None) -> bool:
-    """Whether both are of one start of a job, in whatever step of it: ranks, agents and the job's script."""
+    """Returns whether both belong to one start of a job, as its ranks, agents and script do."""
     if job is None or ours is None:
         return False
     return (job.scheduler, job.cluster_name, job.start) == (ours.scheduler, ours.cluster_name, ours.start)
@@ -228,11 +227,9 @@ def _is_same_start(job: JobIds | None, ours: JobIds | None) -> bool:
 
 def newest_owner(directory: Path) -> Owner | None:
     """Returns the last owner of a run; None if there was none, or its record cannot be read."""
-    try:
-        number = _newest(directory)
-        return Owner.read(files.read_regular(_owner_file(directory, number))) if number else None
-    except OSError:
-        return None
+    with suppress(OSError):
+        return _read_owner(directory, _newest(directory))
+    return None
 
 
 def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float) -> RunLock:
@@ -249,15 +246,15 @@ def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float
                 note = _note_if_gone(directory, number, me, silence_s)
             if files.publish(_owner_file(directory, number + 1), me.record()):
                 return RunLock(directory, number + 1, me, flock, note, heartbeat_s)
-            number += 1  # another process was faster: look at that owner
+            number += 1  # another process was faster: check that owner
     except BaseException:
         flock.close()
         raise
 
 
 def _is_earlier_start(directory: Path, number: int, me: Owner) -> bool:
-    """Whether the owner is an earlier start of our own job, perhaps on a node that the scheduler has given up."""
-    owner = Owner.read(files.read_regular(_owner_file(directory, number))) if number else None
+    """Returns whether the owner is an earlier start of our own job, perhaps on a node that the scheduler gave up."""
+    owner = _read_owner(directory, number)
     return owner is not None and schedulers.is_earlier_start(owner.job, me.job)
 
 
@@ -305,11 +302,11 @@ def _try_flock(flock: FileLock) -> bool:
     except OSError as error:
         if not is_unsupported(error):
             raise
-    return True  # where the file system has no locks, the owner files must do
+    return True  # on a file system without locks, the owner files must do
 
 
 def _newest(directory: Path) -> int:
-    """The highest owner number, 0 when there is none."""
+    """Returns the highest owner number; 0 if there is none."""
     names = (re.fullmatch(r"owner-(\d+)\.json", path.name) for path in directory.iterdir())
     return max((int(name[1]) for name in names if name), default=0)
 
@@ -318,8 +315,13 @@ def _owner_file(directory: Path, number: int) -> Path:
     return directory / f"owner-{number:05d}.json"
 
 
+def _read_owner(directory: Path, number: int) -> Owner | None:
+    """Returns the owner with this number; None for 0, or if its record is damaged."""
+    return Owner.read(files.read_regular(_owner_file(directory, number))) if number else None
+
+
 def _in_use(directory: Path, number: int) -> RunLocked:
-    owner = Owner.read(files.read_regular(_owner_file(directory, number))) if number else None
+    owner = _read_owner(directory, number)
     stop = f"stop it ({schedulers.cancel_command(owner.job)})" if owner and owner.job else "stop it"
     return RunLocked(
         f"run {directory.parent.name} is in use by {owner or 'another process'}; "

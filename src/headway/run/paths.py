@@ -1,19 +1,19 @@
-"""The paths of a run directory. No other module of headway puts one together.
+"""Every path in a run directory. No other module of headway builds one.
 
 runs/digits-2026.11.15-14.30-x7k2/
     run.json                    what ran, from which code, on which versions; the list of attempts
     config.yaml                 the settings, resolved             plan.json, report.html
-    job.sh, job.json            what the scheduler was given       submitted.json, ended.json, launch/, doctor.json
-    code/uncommitted.diff       what the commit does not hold      code/tree/: the code of a submitted job
+    job.sh, job.json            the job script and its settings    submitted.json, ended.json, launch/, doctor.json
+    code/uncommitted.diff       changes since the commit           code/tree/: the code of a submitted job
     log/rank-00000.txt          log/diagnostics.jsonl, log/job.txt
     metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
     checkpoints/step-000000001000/
-    eval/NAME.jsonl             results of evaluations, a row each: weights, metrics, where predictions are
+    eval/NAME.jsonl             results of evaluations, a row each: weights, metrics, path of the predictions
     media/rank-00000.jsonl      index of images, figures, histograms and texts; media/rank-00000/: the files
-    ledger.jsonl                what each step saw and did, if a ledger was enabled
+    ledger.jsonl                samples and loss of each step, if a ledger was enabled
     events.jsonl                checkpoints, restarts, stops, warnings; log/events-00003.jsonl: warnings of rank 3
     nodes/cn-l084.jsonl         samples of the devices of a node
-    alerts/failed-1.json        an alert that was sent, and by which process: each is claimed by one
+    alerts/failed-1.json        an alert that was sent, and the process that claimed and sent it
     failure.json                the first failing rank of this attempt; failure-N.json: of attempt N
     lock/                       which process trains here: see `headway.run.lock`
 """
@@ -49,7 +49,7 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _of_rank(rank: int) -> str:
+def _rank_suffix(rank: int) -> str:
     return f"-{rank:05d}" if rank else ""
 
 
@@ -60,10 +60,10 @@ class RunPaths:
     path: Path
 
     def check_private(self) -> None:
-        """Raises `UsageError` unless only this user can write what a job reads and then acts on.
+        """Raises `UsageError` if other users could write files that a job reads and executes.
 
-        That is every directory from the root down, and the files that say what to run. Call it before a job is
-        submitted, and in the job: others may have replaced a run while it was queued.
+        Checks every directory from the root down, and the files that determine what runs. Call it before a job is
+        submitted, and again in the job: others may have replaced the run while it was queued.
         """
         ownership.check_root(self.path.parent)
         ownership.check_private(self.path)
@@ -78,7 +78,7 @@ class RunPaths:
         ):
             if os.path.lexists(path):
                 ownership.check_private(path)
-        for path in (self.metrics_dir, self.log_dir, self.lock_dir):  # they may be links to another disk
+        for path in (self.metrics_dir, self.log_dir, self.lock_dir):  # these may be links to another disk
             if path.exists():
                 ownership.check_private(path.resolve())
 
@@ -115,7 +115,7 @@ class RunPaths:
         return self.path / "failure.json"
 
     def old_failure_file(self, attempt: int) -> Path:
-        """The first failing rank of an attempt that another one followed."""
+        """The first failing rank of an earlier attempt."""
         return self.path / f"failure-{attempt}.json"
 
     # --- the job
@@ -126,7 +126,7 @@ class RunPaths:
 
     @property
     def job_file(self) -> Path:
-        """What the job runs, and on what."""
+        """The command of the job, and its resources."""
         return self.path / "job.json"
 
     @property
@@ -141,7 +141,7 @@ class RunPaths:
 
     @property
     def doctor_file(self) -> Path:
-        """What the examination of the nodes found before the ranks started."""
+        """Results of the node checks that run before the ranks start."""
         return self.path / "doctor.json"
 
     @property
@@ -168,7 +168,7 @@ class RunPaths:
 
     @property
     def diff_file(self) -> Path:
-        """What the commit does not hold."""
+        """Changes that are not in the commit."""
         return self.code_dir / "uncommitted.diff"
 
     # --- logs
@@ -190,7 +190,7 @@ class RunPaths:
         return self.log_dir / f"rank-{rank:05d}.txt"
 
     def memory_file(self, rank: int) -> Path:
-        """The allocator's summary from when a rank ran out of memory."""
+        """The allocator's summary at the time a rank ran out of memory."""
         return self.log_dir / f"memory-{rank:05d}.txt"
 
     def device_log(self, host: str) -> Path:
@@ -199,7 +199,7 @@ class RunPaths:
 
     def sink_log(self, name: str, rank: int = 0) -> Path:
         """Output of the process that feeds a sink."""
-        return self.log_dir / f"sink-{name}{_of_rank(rank)}.txt"
+        return self.log_dir / f"sink-{name}{_rank_suffix(rank)}.txt"
 
     def quarantine_file(self, rank: int) -> Path:
         """Samples that a rank could not use, as JSON lines."""
@@ -216,14 +216,14 @@ class RunPaths:
 
     def sink_offset_file(self, name: str, rank: int = 0) -> Path:
         """How many bytes of the metrics file a sink has received."""
-        return self.metrics_dir / f"sink-{name}{_of_rank(rank)}.offset"
+        return self.metrics_dir / f"sink-{name}{_rank_suffix(rank)}.offset"
 
     def sink_media_file(self, name: str, rank: int = 0) -> Path:
-        """How many bytes of the index of each rank's media a sink has received."""
-        return self.metrics_dir / f"sink-{name}{_of_rank(rank)}.media"
+        """How many bytes of each rank's media index a sink has received."""
+        return self.metrics_dir / f"sink-{name}{_rank_suffix(rank)}.media"
 
     def sink_file(self, name: str) -> Path:
-        """Which sink it is, and its settings: enough to feed it again."""
+        """The class and settings of a sink: enough to feed it again."""
         return self.metrics_dir / f"sink-{name}.json"
 
     @property
@@ -239,7 +239,7 @@ class RunPaths:
         return self.path / "ledger.jsonl"
 
     def events_file(self, rank: int) -> Path:
-        """What happened: rank 0 records the run, other ranks only what they warn of."""
+        """Events: rank 0 records those of the run, other ranks only their warnings."""
         return self.log_dir / f"events-{rank:05d}.jsonl" if rank else self.path / "events.jsonl"
 
     @property
@@ -263,7 +263,7 @@ class RunPaths:
         return self.path / "traces"
 
     def trace_file(self, first: int, last: int, rank: int, ending: str = ".json.gz") -> Path:
-        """The trace of some steps of a rank, or what is kept beside it."""
+        """The trace of some steps of a rank, or a file that belongs to it."""
         return self.traces_dir / f"step-{first:012d}-{last:012d}-rank-{rank:05d}{ending}"
 
     @property
@@ -271,7 +271,7 @@ class RunPaths:
         return self.path / "media"
 
     def media_index_file(self, rank: int) -> Path:
-        """The images, figures, histograms and texts of a rank, a row each."""
+        """The index of a rank's images, figures, histograms and texts, a row each."""
         return self.media_dir / f"rank-{rank:05d}.jsonl"
 
     def media_files_dir(self, rank: int) -> Path:
@@ -283,7 +283,7 @@ class RunPaths:
         return self.path / "eval"
 
     def eval_file(self, name: str) -> Path:
-        """Results of evaluations under that name, a row each."""
+        """Results of the evaluations of that name, a row each."""
         return self.eval_dir / f"{name}.jsonl"
 
     @property

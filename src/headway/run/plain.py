@@ -2,7 +2,7 @@
 
     to_plain({"lr": 3e-4, "dtype": torch.bfloat16})  ->  {"lr": 0.0003, "dtype": "torch.bfloat16"}
 
-Knows numpy, torch and OmegaConf when the settings hold their objects; imports none of them.
+Converts objects of numpy, torch and OmegaConf without importing these packages.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def to_yaml(plain: object) -> str:
     - 4
     """
     text = str(yaml.safe_dump(plain, sort_keys=False, width=110, allow_unicode=True))
-    # rare line breaks that PyYAML reads back right only when escaped
+    # PyYAML reads these rare line breaks back correctly only if they are escaped
     if re.search("[\x85\u2028\u2029]", text):
         text = str(yaml.safe_dump(plain, sort_keys=False, width=110))
     return text
 
 
 def is_yaml(text: str) -> bool:
-    """Returns whether a text may be what `to_yaml` returned for settings, and is not damaged as far as one can see.
+    """Returns whether a text looks like undamaged output of `to_yaml` for settings.
 
     >>> is_yaml("lr: 0.001\\n"), is_yaml(""), is_yaml("lr: [0.0")
     (True, False, False)
@@ -100,7 +100,7 @@ def is_yaml(text: str) -> bool:
 
 
 def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
-    """Converts one node of the tree: `at` is its place for messages, `inside` the ids of the objects around it."""
+    """Converts one node of the tree: `at` is its path for messages, `inside` the ids of the objects that contain it."""
     if id(value) in inside:
         raise UsageError(f"{at} contains itself; settings must be a tree")
     inside = (*inside, id(value))
@@ -109,7 +109,7 @@ def _plain(value: object, *, at: str, inside: tuple[int, ...]) -> object:
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
-            return kind(value)  # YAML knows the type itself, not what derives from it
+            return kind(value)  # YAML writes these types, but not their subclasses
     if isinstance(value, Mapping):
         return _plain_mapping(value, at=at, inside=inside)
     if isinstance(value, AbstractSet):
@@ -154,7 +154,7 @@ def _simpler(value: object, *, at: str) -> object:
 
 
 def _foreign(value: object, *, at: str) -> object:
-    """Converts objects of libraries. Such a library is imported already if there are objects of it."""
+    """Converts objects of other packages. A package with objects here has been imported already."""
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf and isinstance(value, omegaconf.DictConfig | omegaconf.ListConfig):
         try:
@@ -175,7 +175,7 @@ def _foreign(value: object, *, at: str) -> object:
 
 
 def _in_order(items: Iterable[object]) -> list[object]:
-    """Sorts the items of a set: a settings file must not differ from run to run."""
+    """Sorts the items of a set, so that equal settings give equal files."""
     return sorted(
         items,
         key=lambda item: (

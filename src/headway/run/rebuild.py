@@ -1,4 +1,4 @@
-"""Writing run.json again when it was damaged, from the directory's name, the diagnostics and the settings."""
+"""Restores a damaged run.json from the name of the directory, the diagnostics and the settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ID = re.compile(r"(?P<name>.+)-(?P<made>\d{4}\.\d\d\.\d\d-\d\d\.\d\d)-[a-z0-9]{
 
 
 def named_run(path: Path) -> str | None:
-    """Returns the name of the run for which a directory was made, by the directory's own name.
+    """Returns the name of a run from the name of its directory; None if that is not a run's.
 
     >>> named_run(Path("runs/digits-2026.11.15-14.30-x7k2"))
     'digits'
@@ -31,10 +31,10 @@ def named_run(path: Path) -> str | None:
 
 
 def rebuild(path: Path) -> Info:
-    """Writes run.json again, if it cannot be read; what it was is kept as run.json.corrupt-N. Returns what it says now.
+    """Writes a new run.json in place of one that cannot be read, kept as run.json.corrupt-N. Returns the new contents.
 
-    How the attempts ended is not known any more: they count as interrupted. `UsageError` if run.json is whole, or too
-    little is left: the directory must have its own name, and a checkpoint.
+    It is unknown how the attempts ended: they count as interrupted. `UsageError` if run.json is not damaged, or if too
+    little is left: the directory must have its original name, and a checkpoint.
     """
     path = path.absolute()
     paths = RunPaths(path=path)
@@ -47,11 +47,11 @@ def rebuild(path: Path) -> Info:
     with lock.hold(paths.lock_dir, attempt=0) as held:
         if held.note:
             logger.warning("%s", held.note)
-        _check_damaged(paths)  # another process may have rebuilt it meanwhile
+        _check_damaged(paths)  # another process may have rebuilt it in the meantime
         info = _facts(paths, found)
         with files.storage(f"write {paths.info_file}"):
             if os.path.lexists(paths.info_file):
-                paths.info_file.rename(aside(paths.info_file))
+                paths.info_file.rename(corrupt_path(paths.info_file))
             write_info(path, info)
     return info
 
@@ -63,17 +63,15 @@ def _check_damaged(paths: RunPaths) -> None:
         if is_newer(paths.info_file):
             raise
     else:
-        raise UsageError(f"{paths.info_file} is whole: there is nothing to rebuild")
+        raise UsageError(f"{paths.info_file} is not damaged: there is nothing to rebuild")
 
 
 def _facts(paths: RunPaths, found: re.Match[str]) -> Info:
-    """Returns what is left of run.json in the other files; `found` is the name of the directory."""
+    """Returns the contents of run.json that other files have, too; `found` is the name of the directory."""
     rows = list(jsonlines.read(paths.diagnostics_file))
     last: Mapping[str, Any] = rows[-1] if rows else {}
-    packages, made = (
-        last.get("packages") or {},
-        datetime.strptime(found["made"], "%Y.%m.%d-%H.%M").astimezone(),
-    )
+    packages = last.get("packages") or {}
+    made = datetime.strptime(found["made"], "%Y.%m.%d-%H.%M").astimezone()
     return {
         "format": FORMAT,
         "id": paths.path.name,
@@ -90,13 +88,13 @@ def _facts(paths: RunPaths, found: re.Match[str]) -> Info:
 
 
 def is_newer(file: Path) -> bool:
-    """Returns whether a run.json was written by a newer headway, and is not damaged."""
+    """Returns whether a run.json was written by a newer headway, rather than damaged."""
     form = (read_json(file) or {}).get("format")
     return isinstance(form, int) and form > FORMAT
 
 
-def aside(path: Path) -> Path:
-    """Returns the name under which a damaged file is kept."""
+def corrupt_path(path: Path) -> Path:
+    """Returns the first free path to which a damaged file or directory can be renamed, in order to keep it."""
     number = 1
     while os.path.lexists(kept := path.with_name(f"{path.name}.corrupt-{number}")):
         number += 1
@@ -117,20 +115,18 @@ def _attempts(rows: list[jsonlines.Row]) -> Iterator[dict[str, Any]]:
             "scheduler": None,
             "ids": {},
             "world": row.get("world"),
-            "step_started": 0,  # without it, all of them would count as attempts without progress
+            "step_started": 0,  # without it, every attempt would count as one without progress
         }
 
 
 def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
-    """Returns `code.snapshot` for what starts the run again: its copy of the code, or where its ranks ran."""
+    """Returns `code.snapshot`, from which the run is started again: its copy of the code, or where its ranks ran."""
     copy = paths.snapshot_dir
     own = copy.is_dir()
-    if not own:  # the runs of a sweep use the copy of the first
-        name, above = copy.relative_to(paths.path).parts, Path(cwd or "/")
-        used = [
-            each for each in (above, *above.parents) if each.parts[-len(name) :] == name and each.is_dir()
-        ]
-        copy = used[0] if used else copy
+    if not own:  # the runs of a sweep share the copy of the first
+        name, start = copy.relative_to(paths.path).parts, Path(cwd or "/")
+        shared = (path for path in (start, *start.parents) if path.parts[-len(name) :] == name)
+        copy = next(filter(Path.is_dir, shared), copy)
     if not copy.is_dir() and (cwd is None or not paths.call_dir.is_dir()):
         return {}  # a script that its user starts
     inside = copy.is_dir() and cwd is not None and Path(cwd).is_relative_to(copy)
@@ -142,7 +138,7 @@ def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
         "python_path": [],
         "added": [],
         "left_out": [],
-        "note": "rebuilt: what was copied, and from where, is not known any more",
+        "note": "rebuilt: it is unknown what was copied, and from where",
     }
     return {"snapshot": facts}
 
@@ -156,5 +152,5 @@ def _config(path: Path) -> str | None:
 
 
 def describe(path: Path, info: Info) -> str:
-    """Says in one sentence what a rebuilt run is."""
+    """Describes a rebuilt run in one line."""
     return f"{info['id']}: {len(info['attempts'])} attempts, checkpoints up to step {newest_step(path):,}"

@@ -1,7 +1,7 @@
-"""What code a run was started from: git commit, branch, uncommitted changes.
+"""The code that a run was started from: git commit, branch, uncommitted changes.
 
-Recording the code never fails a run: outside a repository, without git, or when git refuses or takes too
-long, the state says so in its note. git only reads: no index refresh, no monitor hook, no external diff.
+Recording the code never fails a run: outside a repository, without git, or if git fails or takes too long, the note of
+the state explains it. git only reads: no index refresh, no monitor hook, no external diff.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TIMEOUT_S = 10.0  # per git command: a work tree on a slow file system must not
 _LONGEST_DIFF_BYTES = 10 << 20
 _MOST_UNTRACKED = 200
 _HOOK_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
-_SETTINGS = (  # the user's configuration must neither change what we read nor run a program meanwhile
+_SETTINGS = (  # the user's configuration must neither change what we read nor run a program
     "core.fsmonitor=false",
     "core.safecrlf=false",
     "core.quotePath=false",
@@ -31,7 +31,7 @@ _SETTINGS = (  # the user's configuration must neither change what we read nor r
 
 @dataclass(frozen=True, kw_only=True)
 class SourceState:
-    """What git knows about the code in a directory."""
+    """The state of the code in a directory, according to git."""
 
     commit: str | None = None
     """Full hash; None without a repository or before its first commit."""
@@ -40,11 +40,11 @@ class SourceState:
     dirty: bool = False
     """Whether tracked files differ from the commit."""
     untracked: tuple[str, ...] = ()
-    """Names of what git does not know, a directory as one name, at most 200."""
+    """Names of untracked files and directories, at most 200."""
     diff: str = ""
     """The tracked changes, with secrets redacted, cut at 10 MB."""
     note: str | None = None
-    """What is missing above, and why."""
+    """Which fields are incomplete, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def describe(
     longest_diff_bytes: int = _LONGEST_DIFF_BYTES,
     most_untracked: int = _MOST_UNTRACKED,
 ) -> SourceState:
-    """Returns what git knows about the code in `cwd`; a longer diff, or more untracked names, are cut.
+    """Returns the state of the code in `cwd`; a longer diff or list of untracked names is cut.
 
     >>> describe(Path("/proc")).commit is None
     True
@@ -99,7 +99,7 @@ def describe(
 
 
 def git(cwd: Path, *command: str, timeout_s: float = _TIMEOUT_S) -> GitAnswer:
-    """Runs a git command in `cwd`; whatever goes wrong is part of the answer.
+    """Runs a git command in `cwd`; it never raises: the answer has the error.
 
     >>> "not a git repository" in str(git(Path("/proc"), "rev-parse", "HEAD").trouble)
     True

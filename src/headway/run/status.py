@@ -1,11 +1,12 @@
-"""The status of a run, from what the scheduler reports, what the run recorded, and whether its processes run.
+"""The status of a run: from the scheduler's queue, the records of the run, and whether its processes are alive.
 
     queued       the scheduler has not started it          running      by its heartbeat, its process or its job
     done, failed, stopped (may be resumed), interrupted    as the run recorded it
-    cancelled    before or while it ran                    lost         it was running, and no process of it is left
+    cancelled    before or while it ran                    lost         it was running; no process is left
     new          created, never started
 
-A process can be killed before it records its end, so a record that says "running" counts only with such a sign.
+A process can be killed before it records its end, so the recorded status "running" counts only with a heartbeat, a
+process or a job.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from headway.system.locks import ProcessIdentity
 
 State = Literal["queued", "running", "done", "failed", "stopped", "interrupted", "cancelled", "lost", "new"]
 OVER: frozenset[State] = frozenset({"done", "failed", "stopped", "interrupted", "cancelled", "lost"})
-_RECORDED_ENDS = ("failed", "stopped", "interrupted")  # here the run recorded more than an exit code
+_RECORDED_ENDS = ("failed", "stopped", "interrupted")  # for these, the run recorded more than an exit code
 NOT_OF_A_RANK = ("lost", "agent", "step")
-"""kinds of failure records whose error names who has failed: a node, its agent, or the step of the job"""
-_UNANSWERED = "the scheduler has not said whether it took the job; if it is not in the queue: headway resume"
+"""kinds of failure records whose error names what failed: a node, its agent, or the step of the job"""
+_UNANSWERED = "the scheduler has not confirmed the job; if it is not in the queue: headway resume"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The state of a run, and the reason where there is more to say."""
+    """The state of a run, and the reason if there is one."""
 
     state: State
     why: str = ""
     certain: bool = True
-    """False where only a heartbeat on another machine can tell, or a scheduler that does not answer: look again."""
+    """False if it rests on a heartbeat of another machine, or on a scheduler that does not answer."""
 
     @property
     def over(self) -> bool:
@@ -48,7 +49,7 @@ class Status:
 
 
 def status(run: Run, queue: Queue, info: Mapping[str, Any] | None = None) -> Status:
-    """Returns the status of a run; `queue` is what the schedulers report about all jobs, asked once.
+    """Returns the status of a run; `queue` has the jobs of all schedulers, read once for many runs.
 
     >>> status(run, schedulers.queue([ids])).state
     'running'
@@ -71,8 +72,8 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     queue_why = in_queue.why if in_queue and in_queue.state == "failed" else ""  # such as its time limit
     recorded = None
     if attempts:
-        said = ((ended or {}).get("error"), queue_why)
-        recorded = _recorded_status(run, attempts[-1], job if in_queue else None, said)
+        reasons = ((ended or {}).get("error"), queue_why)
+        recorded = _recorded_status(run, attempts[-1], job if in_queue else None, reasons)
     process = _process(submitted or open_start(run))
     for sign in (recorded, process):
         if sign and sign.state == "running" and sign.certain:
@@ -82,7 +83,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
             return recorded
         state: State = state_of(ended["exit_code"])
         return Status(state=state, why=_reason(run, state, ended["exit_code"], ended.get("error"), queue_why))
-    by_hand = attempts and _began_since(submitted, attempts[-1])  # a job would have noted its number
+    by_hand = attempts and _began_since(submitted, attempts[-1])  # a job would have recorded its number
     if is_unanswered(submitted) and not by_hand and (recorded is None or recorded.state != "running"):
         return Status(state="queued", why=f"{_UNANSWERED} {run.id}", certain=False)
     if recorded and recorded.state != "lost":
@@ -90,27 +91,29 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
     if in_queue:
         return Status(state=in_queue.state, why=in_queue.why)
     if job and recorded is None:
-        return Status(state="lost", why=f"{schedulers.describe(job)} is no longer known, and left no record")
+        return Status(
+            state="lost", why=f"{schedulers.describe(job)} is no longer in the queue, and left no record"
+        )
     return recorded or process or Status(state="new")
 
 
 def is_unanswered(submitted: Mapping[str, Any]) -> bool:
-    """Returns whether a scheduler was asked to take the job of a run, and its answer was lost, or is yet to come."""
+    """Returns whether a job was sent to a scheduler whose reply was lost, or has not come yet."""
     return "scheduler" in submitted and "job_id" not in submitted
 
 
 def _began_since(submitted: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
-    """Returns whether an attempt began after the scheduler was asked to take the job of its run."""
+    """Returns whether an attempt began after the job of its run was sent to the scheduler."""
     try:
         return datetime.fromisoformat(attempt["started"]) >= datetime.fromisoformat(submitted["time"])
-    except (KeyError, TypeError, ValueError):  # an older version, or another's file
+    except (KeyError, TypeError, ValueError):  # from an older version or another user
         return False
 
 
 def _held_after_the_end(
     run: Run, job: JobIds, in_queue: JobStatus, attempt: Mapping[str, Any]
 ) -> Status | None:
-    """Returns the status of a job that runs although its attempt has ended; None if the attempt may not be its own."""
+    """Returns the status of a job that runs although its attempt has ended; None if it may be another job's attempt."""
     begin = datetime.fromisoformat(attempt["started"]).timestamp()
     if in_queue.state != "running" or in_queue.started is None or begin < in_queue.started:
         return None
@@ -123,18 +126,18 @@ def _held_after_the_end(
 
 
 def _recorded_status(
-    run: Run, attempt: Mapping[str, Any], over: JobIds | None = None, said: Sequence[str | None] = ()
+    run: Run, attempt: Mapping[str, Any], over: JobIds | None = None, reasons: Sequence[str | None] = ()
 ) -> Status:
-    """Returns what the last attempt recorded, unless it says "running" and its process is gone.
+    """Returns the status that the last attempt recorded, unless that is "running" and its process is gone.
 
-    `over` is a job of which the scheduler says that it is over: so are its processes, where they cannot be checked.
-    `said` is what others say about the end, for an attempt that did not record why.
+    `over` is a job that is over according to its scheduler: so are its processes, if they cannot be checked. `reasons`
+    are those of other records, for an attempt that did not record why it ended.
     """
     if attempt["status"] != "running":
         state, why = attempt["status"], attempt.get("why")
         if state == "done" and not attempt.get("script_ended", True) and (failure := _failure(run)):
             return Status(state="failed", why=f"after the training was done: {failure}")
-        return Status(state=state, why=_reason(run, state, attempt.get("exit_code"), why, *said))
+        return Status(state=state, why=_reason(run, state, attempt.get("exit_code"), why, *reasons))
     owner = lock.newest_owner(run.lock_dir)
     gone = "it ended without recording how"
     if owner is not None and not owner.released:
@@ -149,7 +152,7 @@ def _recorded_status(
     end = run.conclude_end(attempt)
     if end["status"] == "lost":
         return Status(state="lost", why=gone)
-    return Status(state=end["status"], why=_reason(run, end["status"], end["exit_code"], *said))
+    return Status(state=end["status"], why=_reason(run, end["status"], end["exit_code"], *reasons))
 
 
 def _is_same_job(one: JobIds | None, other: JobIds | None) -> bool:
@@ -158,20 +161,20 @@ def _is_same_job(one: JobIds | None, other: JobIds | None) -> bool:
     return (one.scheduler, one.number) == (other.scheduler, other.number)
 
 
-def _reason(run: Run, state: State, code: int | None, *said: str | None) -> str:
-    """Returns why a run ended: by its failure record, else by the first of `said`, else what its exit code means."""
+def _reason(run: Run, state: State, code: int | None, *reasons: str | None) -> str:
+    """Returns why a run ended: its failure record, else the first of `reasons`, else the meaning of its exit code."""
     if state not in _RECORDED_ENDS:
         return ""
     code = code if isinstance(code, int) else 0
     if code in EXIT_CODES:
         by_code = EXIT_CODES[code].why
     else:
-        by_code = f"exit code {code}" if code else "it did not record by what"
-    return " ".join(str(next(filter(None, (_failure(run), *said)), by_code)).split())
+        by_code = f"exit code {code}" if code else "it did not record why"
+    return " ".join(str(next(filter(None, (_failure(run), *reasons)), by_code)).split())
 
 
 def _process(started: Mapping[str, Any]) -> Status | None:
-    """Returns the status of a job that was started as a process, without a scheduler; None if it is not named."""
+    """Returns the status of a job that was started as a process, without a scheduler; None if there is none."""
     match started:
         case {"host": str(), "machine": str(), "pid": int(), "born": str() | None}:
             process = ProcessIdentity.from_dict(started)
@@ -188,7 +191,7 @@ def _process(started: Mapping[str, Any]) -> Status | None:
 
 
 def _failure(run: Run) -> str:
-    """Returns the first failing rank in a few words; empty without a record."""
+    """Returns the failure record of a run in one line; empty without one."""
     record = read_json(run.failure_file)
     return describe_failure(record) if record else ""
 
@@ -203,7 +206,7 @@ def describe_failure(record: Mapping[str, Any]) -> str:
     if record.get("kind") not in (
         *NOT_OF_A_RANK,
         "hang",
-    ):  # a hang's error names the ranks that cause it, if any
+    ):  # the error of a hang names the ranks that cause it
         step = f" at step {record['step']}" if record.get("step") is not None else ""
         who = f"rank {record.get('rank')}{step}: "
     return " ".join(f"{who}{record.get('error')}".split())
@@ -212,16 +215,16 @@ def describe_failure(record: Mapping[str, Any]) -> str:
 def check_over(run: Run, now: Status) -> None:
     """Raises `UsageError` unless a run is known to be over, and so may be started again."""
     if now.over or (now.state == "queued" and is_unanswered(read_json(run.submission_file) or {})):
-        return  # whoever asks for a start has been told to look into the queue first
+        return  # its status asks the user to look into the queue before starting it again
     if now.certain or now.state == "running":
         raise UsageError(f"{run.id} is {now.state}: only a run that is over can be started again")
     raise UsageError(
-        f"{run.id} may be queued or running ({now.why}): a run is started again once it is known to be over"
+        f"{run.id} may be queued or running ({now.why}): only a run that is known to be over can be started again"
     )
 
 
 def exit_code(run: Run, now: Status) -> int:
-    """Returns the exit code of a run that is over: as its supervisor recorded it, else one that says its state."""
+    """Returns the exit code of a run that is over: the one its supervisor recorded, else one for its state."""
     ended = read_last_end(run, run.info()["attempts"])
     if ended and (ended["exit_code"] == DONE) == (now.state == "done"):
         return int(ended["exit_code"])

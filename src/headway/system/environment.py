@@ -14,29 +14,29 @@ from headway.errors import UsageError
 # --- set by users
 
 RUNS = "HEADWAY_RUNS"
-"""directory of run directories, where ranks meet that an agent did not start (default: runs)"""
+"""directory of run directories; also the rendezvous of ranks that no agent started (default: runs)"""
 DATA = "HEADWAY_DATA"
 """directory of datasets"""
 WATCHDOG = "HEADWAY_WATCHDOG"
-"""seconds without progress until a run is ended as hanging; 0 switches the check off"""
+"""seconds without progress after which a run is ended as hanging; 0 disables the check"""
 SAMPLE_EVERY = "HEADWAY_SAMPLE_EVERY"
 """seconds between two samples of the devices of a node (default: 15); 0: none"""
 LEDGER = "HEADWAY_LEDGER"
-"""1: write down what each step saw and did (ledger.jsonl)"""
+"""1: record samples, loss and random state of each step (ledger.jsonl)"""
 FAKE_DATA = "HEADWAY_FAKE_DATA"
-"""1: give each loader's first batch again and again, to see what a faster loader would bring"""
+"""1: repeat each loader's first batch, to see how much a faster loader would help"""
 ALERT_URL = "HEADWAY_ALERT_URL"
-"""address of a webhook to which alerts are posted; a secret, which is written nowhere"""
+"""address of a webhook to which alerts are posted; a secret, never written to a file"""
 ALERT_COMMAND = "HEADWAY_ALERT_COMMAND"
-"""command that gets an alert on its standard input; {subject} in it is the sentence"""
+"""command that gets an alert on its standard input; {subject} in it is replaced by the message"""
 PROFILE = "HEADWAY_PROFILE"
-"""steps that rank 0 traces, such as 20-25, counted through all stages"""
+"""steps that rank 0 traces, such as 20-25, counted over all stages"""
 SAVE_EVERY = "HEADWAY_SAVE_EVERY"
 """how often to save, in place of the script's `every`"""
 SAVE_IN_BACKGROUND = "HEADWAY_SAVE_IN_BACKGROUND"
 """0: training waits while a checkpoint is written"""
 FAILPOINT = "HEADWAY_FAILPOINT"
-"""a place where a process fails on purpose, for tests"""
+"""a named point at which a process fails on purpose, for tests"""
 
 # --- set by headway
 
@@ -53,7 +53,7 @@ HEARTBEAT = "HEADWAY_HEARTBEAT"
 SCHEDULER = "HEADWAY_SCHEDULER"
 """the scheduler of the job, as module:Class, if it is not one that ships with headway"""
 EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
-"""how often the run was started by the jobs before this one, where jobs cannot be requeued"""
+"""how often earlier jobs started this run, if jobs cannot be requeued"""
 
 
 def is_on(name: str, environ: Mapping[str, str] = os.environ, *, default: bool = False) -> bool:

@@ -39,7 +39,7 @@ class Fault:
 
 
 def failpoint(name: str) -> None:
-    """Fails here if HEADWAY_FAILPOINT says so; otherwise does nothing.
+    """Fails here if HEADWAY_FAILPOINT names this point; otherwise does nothing.
 
     >>> failpoint("checkpoint.after_manifest")
     """
@@ -122,4 +122,4 @@ def _execute(fault: Fault) -> None:
             number = next(n for n, symbol in errno.errorcode.items() if symbol == fault.value)
             raise OSError(number, os.strerror(number), f"failpoint {fault.name}")
         case _:
-            raise RuntimeError(f"failpoint {fault.name} raises, as HEADWAY_FAILPOINT says")
+            raise RuntimeError(f"failpoint {fault.name} raises, as set by HEADWAY_FAILPOINT")

@@ -1,6 +1,6 @@
 """Durable files that belong to one user: explicit modes, exclusive names, replacement by rename.
 
-Modes do not depend on the umask: directories 0700, files 0600. Nothing here follows a link at the last name of a path.
+Modes do not depend on the umask: directories 0700, files 0600. Writers never follow a link in the last part of a path.
 Data is on disk before a name points to it: a reader sees the old contents or the new, never a part.
 """
 
@@ -22,7 +22,7 @@ from headway.errors import StorageError
 T = TypeVar("T")
 
 _VISIBLE_S = 10.0  # until a network file system shows what another host has written
-_LARGEST_BYTES = 1 << 26  # of a file of facts or settings, which is read as a whole
+_LARGEST_BYTES = 1 << 26  # of a JSON or settings file, which is read as a whole
 _NOT_VISIBLE = (errno.ENOENT, errno.ESTALE)
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -43,11 +43,11 @@ def make_dir(path: Path) -> None:
     path.mkdir(mode=0o700)
     mode = path.lstat().st_mode
     if mode & 0o777 != 0o700:  # the umask may have removed bits of the owner
-        path.chmod(0o700 | mode & stat.S_ISGID)  # a project's directory hands down its group with that bit
+        path.chmod(0o700 | mode & stat.S_ISGID)  # a project directory passes on its group with this bit
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Opens a file that only its owner may use, as `os.open` does, never through a link, never waiting for a pipe."""
+    """Opens a file that only its owner may use, as `os.open` does; never through a link, never blocking on a pipe."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if flags & os.O_CREAT:
@@ -59,9 +59,9 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file in a directory that others may write to; `OSError` for what is not a regular file.
+    """Opens a file in a directory that others may write to; `OSError` if it is not a regular file.
 
-    A pipe would block, a device may never end, and a link that another user made leads anywhere.
+    A pipe would block, a device may never end, and another user's link may point anywhere.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -70,7 +70,7 @@ def open_regular(path: Path) -> BinaryIO:
         if error.errno != errno.ELOOP:
             raise
         if path.lstat().st_uid not in (os.geteuid(), 0):
-            raise OSError(errno.ELOOP, "it is a link that another user made", str(path)) from error
+            raise OSError(errno.ELOOP, "it is a link of another user", str(path)) from error
         fd = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -79,7 +79,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Reads all of a file as `open_regular` opens it; `OSError` if it is too large for a file of facts or settings."""
+    """Reads all of a file that `open_regular` opens; `OSError` if it is too large for a JSON or settings file."""
     with open_regular(path) as file:
         data = file.read(_LARGEST_BYTES + 1)
     if len(data) > _LARGEST_BYTES:
@@ -88,9 +88,9 @@ def read_regular(path: Path) -> bytes:
 
 
 def open_unnamed(name: str) -> int:
-    """Opens a file in memory that no other process can find; `name` is what lists of open files show.
+    """Opens a file in memory that no other process can find; lists of open files show it as `name`.
 
-    Some builds of Python (those for old versions of glibc) and other systems than Linux have a temporary file instead.
+    Python builds for old versions of glibc, and systems other than Linux, get a temporary file instead.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
@@ -110,14 +110,14 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def write_fully(fd: int, data: bytes | memoryview) -> None:
-    """Writes all bytes; one `os.write` may take fewer."""
+    """Writes all bytes; a single `os.write` may write fewer."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole: after a crash at any moment it holds the old contents or the new."""
+    """Replaces a file atomically: after a crash at any time it has the old contents or the new."""
     with _staged(path, data) as staged:
         staged.replace(path)
         sync_dir(path.parent)
@@ -130,19 +130,17 @@ def publish(path: Path, data: bytes) -> bool:
 
 
 def publish_file(staged: Path, path: Path) -> bool:
-    """Gives a finished file in the same directory the name `path`, unless that exists; as `publish`."""
+    """Renames a finished file of the same directory to `path` unless that exists; returns as `publish` does."""
     try:
         path.hardlink_to(staged)
     except FileExistsError:
-        if staged.stat().st_nlink < 2:  # else the link is ours, and only the first answer to it was lost
+        if staged.stat().st_nlink < 2:  # else the link is ours, and only the server's first reply was lost
             return False
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
         try:
-            write_new(
-                path, staged.read_bytes()
-            )  # as exclusive; only a crash just here would leave a partial file
+            write_new(path, staged.read_bytes())  # also exclusive, but a crash here leaves a partial file
         except FileExistsError:
             return False
     sync_dir(path.parent)
@@ -155,14 +153,14 @@ def sync_dir(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync directories, and need not
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync directories, and need no sync
             raise
     finally:
         os.close(fd)
 
 
 def retry_until_visible(work: Callable[[], T], timeout_s: float = _VISIBLE_S) -> T:
-    """Calls `work`, which needs a file that another host has written, until a network file system shows that file."""
+    """Calls `work` until the network file system shows the file of another host that it needs; returns its result."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -175,7 +173,7 @@ def retry_until_visible(work: Callable[[], T], timeout_s: float = _VISIBLE_S) ->
 
 @contextmanager
 def _staged(path: Path, data: bytes) -> Iterator[Path]:
-    """Writes data under a hidden name beside `path`; the name is removed afterwards."""
+    """Writes data to a hidden file beside `path`, which is removed afterwards."""
     staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         write_new(staged, data)

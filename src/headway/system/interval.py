@@ -1,4 +1,4 @@
-"""Intervals in settings: every so many steps, epochs or seconds."""
+"""Intervals in settings: a number of steps, epochs or seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interval:
 
     @classmethod
     def parse(cls, setting: str | int, *, name: str = "every") -> Interval:
-        """Parses a setting; an integer means steps. `name` is the setting that an error message mentions.
+        """Parses a setting; an integer means steps. `name` is the name of the setting, for error messages.
 
         >>> Interval.parse("10min"), Interval.parse(500), Interval.parse("1 epoch")
         (Interval(steps=None, epochs=None, seconds=600.0), Interval(steps=500, epochs=None, seconds=None), \
@@ -43,9 +43,8 @@ Interval(steps=None, epochs=1, seconds=None))
 
     def __str__(self) -> str:
         if self.seconds is not None:
-            unit = next(
-                unit for unit in ("d", "h", "min", "s") if self.seconds >= _SECONDS[unit] or unit == "s"
-            )
+            fitting = (unit for unit in ("d", "h", "min") if self.seconds >= _SECONDS[unit])
+            unit = next(fitting, "s")
             return f"{self.seconds / _SECONDS[unit]:g} {unit}"
         count, noun = (self.steps, "step") if self.steps is not None else (self.epochs, "epoch")
         return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,8 +1,8 @@
 """JSON lines: files of one JSON object per line, with one writer and any number of readers.
 
 A row is appended in one system call, so a reader sees whole lines and at most one half-written line at the end. A
-process that was killed, or a full disk, may leave half a line in the middle of a file: the next writer begins a new
-line, and readers skip what is not a whole object.
+killed process or a full disk may leave half a line in the middle of a file: the next writer begins a new line, and
+readers skip lines that are not complete objects.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _LAST_BYTES = 1 << 14
 _LONGEST_BYTES = 1 << 26  # a longer line is not a row
 _LONGEST_DIGITS = 100
 _LARGEST = 1e15
-"""a step or a number of bytes that is larger is a mistake"""
+"""a larger step or number of bytes is an error"""
 _LATEST_S = 4e9
-"""a time after that, in the year 2096, is a mistake"""
+"""a later time, after the year 2096, is an error"""
 
 Row = dict[str, Any]
 
 
 @final
 class AppendOnlyFile:
-    """A private file to which whole lines are appended. A full disk costs lines, and never stops the writer.
+    """A private file to which whole lines are appended. A full disk loses lines, but never stops the writer.
 
     Raises `StorageError` only when the file cannot be opened.
     """
@@ -45,9 +45,9 @@ class AppendOnlyFile:
             self._torn = size > 0 and os.pread(self.descriptor, 1, size - 1) != b"\n"
 
     def append(self, lines: bytes) -> tuple[int, str]:
-        """Appends lines in one system call; returns how many of them are missing and why.
+        """Appends lines in one system call; returns how many of them were lost, and why.
 
-        One call keeps lines of threads and of forked children apart.
+        With one call, lines of threads and forked children do not mix.
         """
         torn = self._torn
         data = b"\n" + lines if torn else lines
@@ -58,7 +58,7 @@ class AppendOnlyFile:
         if written == len(data):
             self._torn = False
             return 0, ""
-        # a regular file takes less than it is given when the disk or the quota is full
+        # a write to a regular file is short only if the disk or the quota is full
         self._torn = not data[:written].endswith(b"\n") if written else torn
         return min(lines.count(b"\n"), data.count(b"\n", written)), "no space left"
 
@@ -73,9 +73,9 @@ class AppendOnlyFile:
 class JsonLinesWriter:
     """Appends rows to a file that no other process writes. Rows that cannot be written are counted in `lost`.
 
-    NaN and infinities, which JSON does not have, are written as the strings "nan", "inf" and "-inf". `content` says in
-    the one warning about lost rows what they are. `default` converts what JSON cannot represent. `before_write` is
-    called before rows are appended, and raises if this process must not write any more.
+    NaN and infinities, which JSON does not have, are written as the strings "nan", "inf" and "-inf". `content` names
+    the rows in the one warning about lost ones. `default` converts values that JSON cannot represent. `before_write` is
+    called before rows are appended, and raises if this process must no longer write.
 
     >>> with JsonLinesWriter(Path("metrics.jsonl"), content="metric rows") as rows:  # doctest: +SKIP
     ...     rows.write({"step": 50, "metrics": {"train/loss": 0.7}})
@@ -122,7 +122,7 @@ class JsonLinesWriter:
     def _line(self, row: Mapping[str, Any]) -> str:
         try:
             return self._encode(row) + "\n"
-        except ValueError:  # some number is not finite, which is rare
+        except ValueError:  # a number is not finite, which is rare
             return self._encode(to_finite(row)) + "\n"
 
 
@@ -148,9 +148,9 @@ def read_reversed(path: Path, *, limit_bytes: int = _LAST_BYTES) -> Iterator[Row
 
 
 def last_time(path: Path, *, before: float) -> float | None:
-    """Returns the newest time in a file whose rows are in the order of their times, before a time; None without one.
+    """Returns the last time before `before` in a file whose rows are sorted by time; None if there is none.
 
-    It finds the place by bisection, so a long file costs no more than a few reads.
+    It searches by bisection, so a long file takes only a few reads.
     """
     try:
         file = files.open_regular(path)
@@ -158,16 +158,14 @@ def last_time(path: Path, *, before: float) -> float | None:
         return None
     with file:
         low, high = 0, os.fstat(file.fileno()).st_size
-        while (
-            high - low > _LAST_BYTES
-        ):  # what begins at `low` or before it is early, what begins after `high` late
+        while high - low > _LAST_BYTES:  # rows up to `low` are early enough, rows after `high` too late
             middle = (low + high) // 2
             first = next(_times(file, middle, min(high, middle + _CHUNK_BYTES)), None)
             if first is not None and first < before:
                 low = middle
             else:
                 high = middle
-        return max((each for each in _times(file, low, high) if each < before), default=None)
+        return max((time for time in _times(file, low, high) if time < before), default=None)
 
 
 def _times(file: BinaryIO, begin: int, end: int) -> Iterator[float]:
@@ -185,7 +183,7 @@ def _times(file: BinaryIO, begin: int, end: int) -> Iterator[float]:
 class Tail:
     """Reads the rows of a file while it is being written.
 
-    `offset` is the number of bytes that were read: give it to the next `Tail` to continue there.
+    `offset` is the number of bytes read so far: pass it to the next `Tail` to continue there.
 
     >>> tail = Tail(run.metrics_file(0))  # doctest: +SKIP
     >>> tail.read()  # doctest: +SKIP
@@ -199,7 +197,7 @@ class Tail:
     def read(self, most_bytes: int = _CHUNK_BYTES) -> list[Row]:
         """Returns the next rows, about `most_bytes` of them; an empty list if there are no new ones.
 
-        A line that is not whole yet is left for the next call. What a slow reader has not read yet stays on disk.
+        An incomplete line is left for the next call.
         """
         try:
             with files.open_regular(self._path) as file:
@@ -209,7 +207,7 @@ class Tail:
                     data += file.readline(_LONGEST_BYTES)
         except FileNotFoundError:
             return []
-        # a part of a line that is too long to be a row is passed over
+        # a line that is too long to be a row is skipped
         end = len(data) if b"\n" not in data and len(data) >= _LONGEST_BYTES else data.rfind(b"\n") + 1
         whole = data[:end]
         self.offset += len(whole)
@@ -224,24 +222,24 @@ _DECODER = json.JSONDecoder(parse_int=_whole)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a file is a finite number that can be shown."""
+    """Returns whether a value from a file is a finite number of a plausible size."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def is_time(value: object) -> TypeGuard[float]:
-    """Whether a value of a file is a time in seconds since 1970."""
+    """Returns whether a value from a file is a time in seconds since 1970."""
     return is_number(value) and 0 <= value <= _LATEST_S
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value of a file is a step, a rank or another number of things."""
+    """Returns whether a value from a file is a step, a rank or another count."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
 def parse_json(data: bytes | str) -> Any:
     """Parses JSON; `ValueError` also if it is nested too deeply.
 
-    A whole number of more digits than anything has becomes a float: others compute with it, which would overflow.
+    An integer of more than 100 digits becomes a float, with which callers can compute.
 
     >>> parse_json('{"step": 50}')
     {'step': 50}
@@ -263,7 +261,7 @@ def _parse(lines: Iterable[bytes]) -> Iterator[Row]:
 
 
 def to_finite(value: Any) -> Any:
-    """Returns plain values with text in place of NaN and infinities, which JSON does not have.
+    """Returns plain values with strings in place of NaN and infinities, which JSON does not have.
 
     >>> to_finite({"loss": float("nan"), "steps": [1, 2]})
     {'loss': 'nan', 'steps': [1, 2]}

@@ -1,7 +1,7 @@
-"""What this process may use of its machine: the limits of its control groups, its CPUs, and what files lie on.
+"""The limits of this process: those of its control groups, its CPUs and open files; and the types of file systems.
 
-Control groups of version 1 and 2 are read, at every level from this process's own group to the outermost one that is
-visible. Functions with a `root` read the kernel's files under that directory.
+Control groups of version 1 and 2 are read, at every level from this process's own group to the outermost visible one.
+Functions with a `root` read the kernel's files under that directory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 _NO_LIMIT = 1 << 60
-"""version 1 of control groups writes "no limit" as a number beyond this"""
+"""control groups of version 1 write "no limit" as a number beyond this"""
 _ROOT = Path("/")
 _MANY_FILES = 1 << 16
 
@@ -29,20 +29,20 @@ class ResourceLimits:
     memory: int | None
     """bytes"""
     cpus: float | None
-    """how many may be busy at once, on average"""
+    """how many this process may keep busy, on average"""
 
 
 class MemoryLimit(NamedTuple):
-    """One limit on memory, and how much of it is free, in bytes. Pages of files count as free: they give way."""
+    """One limit on memory, and how much of it is free, in bytes. The page cache counts as free: it is reclaimed."""
 
     limit: int
     free: int
 
 
 def raise_open_files(least: int = 0) -> None:
-    """Raises this process's own limit of open files to the one that it may have; so do the processes that it starts.
+    """Raises the soft limit on open files to the hard limit, for this process and those that it starts.
 
-    Where there is hardly a limit, 65,536 or `least` are enough: some programs go through all that they may have.
+    At most to 65,536 or `least`, since some programs iterate over all descriptors that they may have.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(least, _MANY_FILES)
@@ -69,7 +69,7 @@ def resource_limits(root: Path = _ROOT) -> ResourceLimits:
 
 
 def memory_limits(root: Path = _ROOT) -> Iterator[MemoryLimit]:
-    """Yields every limit that memory of this process counts against: the machine's, and each control group's."""
+    """Yields every limit that applies to the memory of this process: the machine's, and that of each control group."""
     facts = _pairs(root / "proc/meminfo")
     if "MemTotal:" in facts and "MemAvailable:" in facts:
         yield MemoryLimit(int(facts["MemTotal:"]) * 1024, int(facts["MemAvailable:"]) * 1024)
@@ -85,22 +85,22 @@ def memory_limits(root: Path = _ROOT) -> Iterator[MemoryLimit]:
 
 
 def usable_cpus(limits: ResourceLimits | None = None) -> int:
-    """Returns the number of CPUs that this process may use: often fewer than the machine has."""
+    """Returns the number of CPUs that this process may use, often fewer than the machine has."""
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = (limits or resource_limits()).cpus
     return allowed if quota is None else min(allowed, max(1, int(quota)))
 
 
 def boot_id() -> str:
-    """Returns a name for this start of the machine; an empty string where the kernel has none."""
+    """Returns the id of this boot of the machine; an empty string if the kernel has none."""
     lines = _lines(_ROOT / "proc/sys/kernel/random/boot_id")
     return lines[0].strip() if lines else ""
 
 
 def process_age_s(root: Path = _ROOT) -> float:
-    """Returns for how long this process runs, whatever programs it has executed, by no clock that people set.
+    """Returns the age of this process, including programs that it ran before an `exec`, by a clock that nobody sets.
 
-    0 where the kernel does not say it.
+    0 if the kernel does not report it.
     """
     words = " ".join(_words(root / "proc" / "self" / "stat")).rpartition(") ")[2].split()
     if len(words) < 20:
@@ -109,7 +109,7 @@ def process_age_s(root: Path = _ROOT) -> float:
 
 
 def filesystem_type(path: Path, root: Path = _ROOT) -> str | None:
-    """Returns the type of the file system that a path is on, like "ext4" or "lustre"; None if nothing tells.
+    """Returns the type of the file system that a path is on, like "ext4" or "lustre"; None if it is unknown.
 
     >>> filesystem_type(Path("/proc"))
     'proc'
@@ -120,10 +120,11 @@ def filesystem_type(path: Path, root: Path = _ROOT) -> str | None:
     by_device = next((mount.type for mount in mounts if mount.device == number), None)
     if by_device is not None or root != _ROOT:
         return by_device
-    # btrfs gives files another device than its mount; macOS has no list of mounts in /proc
+    # files on btrfs have another device than its mount; macOS has no list of mounts in /proc
     points = {mount.point: mount.type for mount in mounts} or _partitions()
     resolved = path.resolve()
-    return next((points[str(each)] for each in (resolved, *resolved.parents) if str(each) in points), None)
+    above = map(str, (resolved, *resolved.parents))
+    return next((points[point] for point in above if point in points), None)
 
 
 # --- control groups
@@ -170,7 +171,7 @@ def _levels(root: Path, controller: str, file: str, file_v1: str) -> Iterator[tu
 
 
 def _group_mounts(root: Path) -> list[_Mount]:
-    """The mounted trees of control groups; where the kernel does not list them, those that are usual."""
+    """Returns the mounted control group trees; the usual ones if the kernel lists none."""
     usual = [("cgroup2", "", "")] + [("cgroup", f"/{name}", name) for name in ("memory", "cpu")]
     return [mount for mount in _mounts(root) if mount.type in ("cgroup", "cgroup2")] or [
         _Mount("", "/", f"/sys/fs/cgroup{where}", kind, [name]) for kind, where, name in usual
@@ -179,7 +180,7 @@ def _group_mounts(root: Path) -> list[_Mount]:
 
 def _upwards(root: Path, mount: _Mount, name: str) -> Iterator[Path]:
     top = root / mount.point.lstrip("/")
-    inner = name.removeprefix(mount.root.rstrip("/")).strip("/")  # a container sees a part of the tree only
+    inner = name.removeprefix(mount.root.rstrip("/")).strip("/")  # a container sees only part of the tree
     group = top / inner if ".." not in inner.split("/") else top
     for level in (group, *group.parents):
         yield level
@@ -196,7 +197,7 @@ def _quota(file: Path) -> float | None:
 
 
 def _number(file: Path) -> int | None:
-    """What a file says, if it says one number that is a limit."""
+    """Returns the number in a file, if it is a limit."""
     words = _words(file)
     return int(words[0]) if len(words) == 1 and words[0].isdecimal() and int(words[0]) < _NO_LIMIT else None
 
@@ -210,7 +211,7 @@ def _words(file: Path) -> list[str]:
 
 
 def _lines(file: Path) -> list[str]:
-    """A file of the kernel's; nothing where it does not exist or may not be read."""
+    """Returns the lines of a kernel file; none if it does not exist or may not be read."""
     try:
         return file.read_text("utf-8", "replace").splitlines()
     except OSError:

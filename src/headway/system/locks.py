@@ -1,8 +1,8 @@
 """Locks between processes of one machine, and the identity of a process.
 
-A `FileLock` is an `flock`: the kernel releases it when its process ends, however it ends. Every wait for one has a
-deadline. A `ProcessIdentity` tells a process from every other one, also from a later one with the same pid.
-`block_forks` surrounds the start of a program in a thread, while another thread may fork data workers.
+A `FileLock` is an `flock`: the kernel releases it when its process ends, even by SIGKILL. Every wait for one has a
+deadline. A `ProcessIdentity` identifies a process, also against a later one with the same pid. `block_forks` protects
+the start of a program in a thread while another thread may fork data workers.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Deadline:
 class FileLock:
     """An open file or directory that can be locked, exclusively or shared.
 
-    Closing it releases the lock. A forked child closes its copy at once: else it would hold the lock after its parent
-    has ended.
+    Closing it releases the lock. A forked child closes its copy at once; otherwise it would hold the lock after its
+    parent ended.
 
     >>> with FileLock.open(path) as lock:  # doctest: +SKIP
     ...     lock.acquire(Deadline(10), "another process that writes here")
@@ -66,7 +66,7 @@ class FileLock:
 
     @classmethod
     def open(cls, path: Path) -> FileLock:
-        """Opens a lock file, or creates it for this user alone. It is not locked yet."""
+        """Opens a lock file, or creates it for this user only. It is not locked yet."""
         return cls(files.open_private(path, os.O_RDWR | os.O_CREAT))
 
     @classmethod
@@ -75,7 +75,7 @@ class FileLock:
         return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
     def try_acquire(self, *, shared: bool = False) -> bool:
-        """Locks unless another process holds it; returns whether it did.
+        """Locks unless another process holds the lock; returns whether it did.
 
         Raises `OSError` on a file system without locks: see `is_unsupported`.
         """
@@ -86,7 +86,7 @@ class FileLock:
         return True
 
     def acquire(self, deadline: Deadline, waiting_for: str, *, shared: bool = False) -> None:
-        """Locks as soon as no other process holds it; raises `LockTimeout`, which says what it was waiting for."""
+        """Locks as soon as no other process holds the lock; raises `LockTimeout`, which names `waiting_for`."""
         while not self.try_acquire(shared=shared):
             deadline.pause(waiting_for)
 
@@ -111,38 +111,38 @@ def is_unsupported(error: OSError) -> bool:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """What tells a process from every other one, in plain values that another host can read."""
+    """Identifies a process among all others, in plain values that another host can read."""
 
     host: str
     machine: str
-    """one kernel and one space of process ids: only there can a pid be looked up"""
+    """the boot and the pid namespace, in which a pid can be looked up"""
     pid: int
     born: str | None
-    """when the process started, in ticks of its kernel; None if it had ended"""
+    """when the process started, in ticks of its kernel; None if it had ended already"""
 
     @classmethod
     def of(cls, pid: int | None = None) -> ProcessIdentity:
-        """The identity of a process of this machine, by default of this one."""
+        """Returns the identity of a process of this machine, by default of the current one."""
         pid = os.getpid() if pid is None else pid
         return cls(host=socket.gethostname(), machine=_machine(), pid=pid, born=_birth(pid))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ProcessIdentity:
-        """The identity in a larger record; other keys are ignored."""
+        """Returns the identity in a larger record; other keys are ignored."""
         return cls(host=values["host"], machine=values["machine"], pid=values["pid"], born=values["born"])
 
     def to_dict(self) -> dict[str, Any]:
-        """The identity as it is written to files."""
+        """Returns the identity as it is written to files."""
         return asdict(self)
 
     def is_alive(self) -> bool | None:
-        """Returns whether the process still runs; None if it is, or was, on another machine."""
+        """Returns whether the process is still running; None if it is, or was, on another machine."""
         if self.machine != _machine():
             return None
         return self.born is not None and _birth(self.pid) == self.born
 
     def is_before_restart(self) -> bool:
-        """Returns whether the process ran on a host of this name before that was started again; only Linux tells."""
+        """Returns whether the process ran on a host of this name before its last boot; always False except on Linux."""
         boot = boot_id()
         return bool(boot) and self.host == socket.gethostname() and not self.machine.startswith(f"{boot} ")
 
@@ -153,7 +153,7 @@ def _machine() -> str:
 
 
 def _birth(pid: int) -> str | None:
-    """When a process started, in ticks since the kernel did: no clock is involved. None if it has ended."""
+    """Returns when a process started, in ticks since boot, independent of any clock; None if it has ended."""
     if sys.platform != "linux":
         import psutil
 
@@ -173,10 +173,10 @@ _forks = threading.RLock()  # re-entrant: a thread that blocks forks may fork
 
 @contextmanager
 def block_forks() -> Iterator[None]:
-    """Makes other threads that fork this process wait until the block ends. For threads that start a program.
+    """Makes forks by other threads wait until the block ends. For threads that start a program.
 
-    `subprocess.Popen` waits for the end of a pipe that closes when the program runs. A data worker that is forked in
-    between keeps a copy of that pipe open, so that Popen would return when the worker ends, and not before.
+    `subprocess.Popen` waits for a pipe to close, which happens when the program runs. A data worker forked in between
+    keeps a copy of that pipe open, so Popen would return only when the worker ends.
 
     >>> import subprocess
     >>> with block_forks():
@@ -195,5 +195,5 @@ def _hook_forks() -> None:
 
 
 def _release() -> None:
-    with suppress(RuntimeError):  # the fork had begun when these hooks were registered
+    with suppress(RuntimeError):  # these hooks were registered during the fork
         _forks.release()

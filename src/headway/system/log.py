@@ -20,14 +20,14 @@ logger = logging.getLogger("headway")
 
 @final
 class StderrHandler(logging.Handler):
-    """Prints messages to what `sys.stderr` is at that moment: a rank log may have replaced it."""
+    """Prints messages to the current `sys.stderr`, which a rank log may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print_last(f"headway: {escape_controls(self.format(record))}\n")
 
 
 def escape_controls(text: str) -> str:
-    """Escapes what a terminal would act on, but line ends and tabs: names of files may be those of another user.
+    """Escapes control characters other than line ends and tabs: another user may have chosen a file's name.
 
     >>> escape_controls("runs/a\\x1b[2J\\nnext")
     'runs/a\\\\x1b[2J\\nnext'
@@ -36,9 +36,9 @@ def escape_controls(text: str) -> str:
 
 
 def print_last(text: str) -> None:
-    """Prints to standard error, and to nowhere if that takes nothing: the disk behind it may be full.
+    """Prints to standard error; if that fails, for example on a full disk, the text is lost.
 
-    Python tries to print again at the exit what it could not, and would replace the exit code by 120.
+    Otherwise Python would flush the text again at exit, fail, and replace the exit code with 120.
     """
     try:
         sys.stderr.write(text)
@@ -50,10 +50,10 @@ def print_last(text: str) -> None:
 
 
 def install_handler() -> None:
-    """Makes `logger` print to standard error from INFO on, unless it has a handler already."""
+    """Makes `logger` print messages of level INFO and above to standard error, unless it has a handler already."""
     if logger.handlers:
         return
     logger.addHandler(StderrHandler())
-    logger.propagate = False  # else a root handler prints every message a second time
+    logger.propagate = False  # otherwise a root handler prints every message a second time
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

@@ -1,9 +1,8 @@
-"""Who could have written what headway is about to act on: owners and modes of files and directories.
+"""Checks of who could have written a file before headway acts on it: owners and modes of files and directories.
 
-A user who can write to a directory can rename what is in it and put files of his own there, whatever the modes of what
-he renamed. So before headway runs a command, opens a pickle or joins a meeting that it finds on disk, it checks that
-only this user, or root, could have put it there. What is merely shown to people, such as the runs of others, is not
-checked.
+A user who can write to a directory can rename the files in it and put others in their place, whatever their modes. So
+before headway runs a command, opens a pickle or joins a rendezvous that it finds on disk, it checks that only this
+user, or root, could have put it there. Files that are only displayed, such as the runs of others, are not checked.
 """
 
 from __future__ import annotations
@@ -20,32 +19,36 @@ from headway.errors import UsageError
 from headway.system import files
 
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
-"""what Docker and Podman put into a container"""
+"""files that Docker and Podman put into a container"""
 
 
 def uid_in(directory: Path) -> int:
-    """Returns the owner of what this process writes into a directory: a mount may map users, as root_squash does."""
-    probe = directory / f".owner-{secrets.token_hex(8)}.tmp"
-    try:
-        fd = files.open_private(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    except OSError:  # it writes nothing there: no other user stands for this one
-        return os.geteuid()
-    try:
-        return os.fstat(fd).st_uid
-    finally:
-        os.close(fd)
-        probe.unlink(missing_ok=True)
+    """Returns the owner of files that this process creates in a directory: a mount may map users, as root_squash does.
+
+    That is this user if it may not write there.
+    """
+    status = _probe(directory)
+    return os.geteuid() if status is None else status.st_uid
 
 
 def keeps_modes(directory: Path) -> bool:
-    """Returns whether files in a directory have the modes they are given: exFAT and drives of Windows have none."""
-    probe = directory / f".mode-{secrets.token_hex(8)}.tmp"
+    """Returns whether files in a directory keep their modes, as they do not on exFAT and Windows drives.
+
+    True if this user may not write there.
+    """
+    status = _probe(directory)
+    return status is None or not status.st_mode & 0o077
+
+
+def _probe(directory: Path) -> os.stat_result | None:
+    """Creates and removes a private file; returns its status, or None if that is not possible."""
+    probe = directory / f".probe-{secrets.token_hex(8)}.tmp"
     try:
         fd = files.open_private(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    except OSError:  # it cannot be tried: what the modes say counts
-        return True
+    except OSError:
+        return None
     try:
-        return not os.fstat(fd).st_mode & 0o077
+        return os.fstat(fd)
     finally:
         os.close(fd)
         probe.unlink(missing_ok=True)
@@ -54,7 +57,7 @@ def keeps_modes(directory: Path) -> bool:
 def check_private(path: Path, *, advice: str | None = None) -> None:
     """Raises `UsageError` unless a file or directory is this user's, or root's, and nobody else can write to it.
 
-    `advice` is what to do then, where it is not to change the owner or the mode.
+    `advice` replaces the remedy in the message, which is otherwise to change the owner or the mode.
 
     >>> check_private(Path("/usr"))
     """
@@ -70,11 +73,11 @@ def check_owner(path: Path) -> None:
 
 
 def check_root(path: Path) -> None:
-    """Raises `UsageError` unless what this user puts into a directory stays what it is.
+    """Raises `UsageError` if others could replace files that this user puts into a directory.
 
-    Others may write to the directory, and to those above it, if they have the sticky bit: then only the owner of a
-    file can rename it. All of them must be this user's or root's, whose owners can rename what they like; so must the
-    links that lead there. Of a directory that is yet to be made, only those above it are checked.
+    Others may write to the directory, and to those above it, if these have the sticky bit: then only the owner of a
+    file can rename it. The directories, and the links in the path, must belong to this user or root, since an owner can
+    rename anything in a directory. If the directory does not exist yet, only those above it are checked.
 
     >>> check_root(Path("/tmp"))
     """
@@ -85,7 +88,7 @@ def check_root(path: Path) -> None:
 
 
 def _check_way(path: Path, followed: frozenset[Path] = frozenset()) -> None:
-    """Checks the directories above a path, and above each link on the way: any of them decides where the path leads."""
+    """Checks the directories above a path, and above each link in it: any of them decides where the path leads."""
     here = Path(path.anchor)
     for name in path.parts[1:]:
         if not os.path.lexists(here):
@@ -108,12 +111,12 @@ def _check_above(path: Path, status: os.stat_result) -> None:
 
 
 def _is_mounted(uid: int) -> bool:
-    """Whether a directory's owner is taken for the user who started this container, and is its root by that."""
+    """Returns whether a directory's owner counts as the user who started this container, who is its root."""
     return uid != 0 and os.geteuid() == 0 and any(mark.exists() for mark in _CONTAINER_MARKS)
 
 
 def _is_unmapped(uid: int) -> bool:
-    """Whether a user of the machine has no number in this container: there root, too, is shown as nobody."""
+    """Returns whether a user of the machine has no id in this container, which shows even root as nobody."""
     try:
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -125,11 +128,11 @@ def _is_unmapped(uid: int) -> bool:
 
 
 def read_private(path: Path, *, secret: bool = False) -> bytes:
-    """Reads a file that nobody else could have written; `UsageError` if that is not so. Never through a link.
+    """Reads a file, never through a link; `UsageError` if another user could have written it.
 
-    With `secret`, nobody else may be able to read it, either.
+    With `secret`, also if another user can read it.
     """
-    fd = files.open_private(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in the place of a file must not block
+    fd = files.open_private(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -142,7 +145,7 @@ def read_private(path: Path, *, secret: bool = False) -> bytes:
 
 def _check(path: Path, status: os.stat_result, *, sticky: bool, advice: str | None = None) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise UsageError(f"{path} is a symbolic link, and what it leads to can change: give the path itself")
+        raise UsageError(f"{path} is a symbolic link, whose target can change: give the path itself")
     _check_owner(path, status, advice)
     if _others_can_write(status) and not (sticky and status.st_mode & stat.S_ISVTX):
         raise _writable(path, status, "+t" if sticky else "go-w", advice)
@@ -165,7 +168,7 @@ def _others_can_write(status: os.stat_result) -> bool:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether a group is that of this user alone: many systems give each user one, and a umask of 002 with it."""
+    """Returns whether only this user is in a group: many systems give each user one, with a umask of 002."""
     try:
         me, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:  # containers run as users without an entry
@@ -184,7 +187,7 @@ def _writable(path: Path, status: os.stat_result, mode: str, advice: str | None 
 
 
 def _own(uid: int) -> str:
-    """What to do about a directory of another user: root in a container sees those of the user who started it."""
+    """Returns the advice for a directory of another user: root in a container sees those of the user who started it."""
     return (
         "use a directory of your own"
         if os.geteuid()

@@ -1,8 +1,8 @@
 """Keeps secrets out of what a run writes: settings, commands, diffs, failure records, environment.
 
-A secret is known by its name (`api_key`, `HF_TOKEN`), by its shape (`ghp_...`, a private key, the password
-in a URL) or by its value (that of an environment variable whose name looks secret, wherever it occurs).
-This cannot find everything: a secret under an ordinary name and without a known shape passes.
+A secret is recognized by its name (`api_key`, `HF_TOKEN`), by its shape (`ghp_...`, a private key, the password in a
+URL) or by its value (that of an environment variable with a secret name, wherever it occurs). This cannot find
+everything: a secret with an ordinary name and without a known shape is not redacted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PLAIN_NAME = re.compile(
     re.VERBOSE,
 )
 
-# What a run may record of its environment: facts about the machine and the launch.
+# Variables that a run may record: facts about the machine and the launch.
 _RECORDED = re.compile(
     r"""
     (?:CUDA|CUDNN|FI|GLOO|GOMP|GPU|HEADWAY|HIP|HSA|IBV|KMP|MKL|MPICH|NCCL|NUMEXPR|NVIDIA|OMP|OMPI_COMM_WORLD
@@ -80,7 +80,7 @@ _AFTER_HEAD = tuple(  # group 1 stays, the rest goes
     )
 )
 
-# Where a named value begins, and how far it goes. Heads are found first: a value may hold further heads.
+# The head of a named value, and the value after it. Heads are found first, since a value may contain more heads.
 _NAME = r"(?P<name>[A-Za-z_][\w.\-]{0,99})"
 _TYPE = r"(?:Optional\[)?(?:Any|SecretStr|bytes|int|str)\]?(?:[ ]\|[ ]None)?"
 _QUOTED = r"""[rbufRBUF]{0,2}(?P<quote>"{3}|'{3}|["'])(?:\\.|(?!(?P=quote))[^\\\n])*(?P=quote)"""
@@ -104,7 +104,7 @@ _NAMED_VALUES = tuple(
 _NUMBER = re.compile(r"""["']?[-+]?[\d.,_]+(?:e[-+]?\d+)?[kKMGTB]?(?:/s)?["']?[,;:)\]}]*""")
 _PLACE = re.compile(r"""["']?(?:[/~.$]|[A-Za-z]:\\)""")
 _NOT_A_SECRET = re.compile(rf"(?:(?i:none|null|true|false)|~|{_TYPE})?[,;:)\]}}]*", re.VERBOSE)
-_SHORTEST_SECRET = 6  # of an environment variable; shorter values ("1", "true") are all over any text
+_SHORTEST_SECRET = 6  # of an environment variable; shorter values ("1", "true") occur in any text
 
 
 @lru_cache(maxsize=4096)
@@ -125,7 +125,7 @@ def _words(name: str) -> str:
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the text with everything replaced that looks like a secret.
+    """Returns the text with everything that looks like a secret replaced.
 
     >>> redact("git clone https://me:hunter2@example.org/x && WANDB_API_KEY=0123abcd train.py", {})
     'git clone https://[redacted]@example.org/x && WANDB_API_KEY=[redacted] train.py'
@@ -141,7 +141,7 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """Returns a command line without its secrets, also when option and value are separate arguments.
+    """Returns a command line without its secrets, even if option and value are separate arguments.
 
     >>> redact_argv(["train.py", "--api-key", "0123", "--lr", "1e-3", "model.token=abc"])
     ['train.py', '--api-key', '[redacted]', '--lr', '1e-3', 'model.token=[redacted]']
@@ -194,7 +194,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def _secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Returns the values of variables with secret names, by line, since a diff or a log splits them; longest first."""
+    """Returns the values of secret variables, split into lines as in a diff or a log, the longest first."""
     values = (value for name, value in environ.items() if is_secret_name(name))
     lines = {line.strip() for value in values for line in value.splitlines()}
     return sorted((line for line in lines if len(line) >= _SHORTEST_SECRET), key=len, reverse=True)
@@ -215,7 +215,7 @@ def _without_values(text: str, head: re.Pattern[str], value: re.Pattern[str]) ->
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Returns whether this value under a secret name is none: some short names are known only by what they hold."""
+    """Returns whether this value with a secret name is not a secret: for some short names, only the value tells."""
     if name == "PWD":  # UID=me;PWD=hunter2
         return bool(_PLACE.match(value))
     if _words(name) in ("tok", "pass") and _NUMBER.fullmatch(value):  # tok=1.2M, pass: 2

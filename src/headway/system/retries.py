@@ -1,8 +1,7 @@
-"""Reads that are tried again: a file system that many nodes share fails now and then, and its data is whole.
+"""Retries of reads: a file system that many nodes share fails now and then, although its data is intact.
 
-An error of input or output is not damage. It neither makes a sample bad nor changes the order: the read is tried again,
-with growing waits, and counted. If it never succeeds, that is a `StorageError`, which ends the run so that it can be
-resumed.
+An I/O error is not damage. It neither makes a sample bad nor changes the order: the read is retried, with growing
+waits, and counted. If it never succeeds, a `StorageError` ends the run so that it can be resumed.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from headway.system.log import logger
 T = TypeVar("T")
 
 WAITS_S: tuple[float, ...] = (0.1, 0.3, 0.9, 2.7, 8.1, 24.3)
-"""before each further try"""
+"""before each retry"""
 _STOPPING_WAIT_S = 1.0
 _NOTICE_PERIOD_S = 10.0
 stop_requested = threading.Event()
-"""set while the ranks are asked to stop: see `headway.dist.control.stop`"""
+"""set once the ranks are requested to stop: see `headway.dist.control.stop`"""
 _NAMES = (
     "EIO ESTALE EREMOTEIO EAGAIN EINTR EBUSY ENFILE ETIMEDOUT ECONNRESET ECONNABORTED ECONNREFUSED ENOTCONN ESHUTDOWN "
     "EPIPE EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENOLINK ECOMM EPROTO"
@@ -37,10 +36,11 @@ _next_notice = 0.0
 
 
 def retry(doing: str, action: Callable[[], T], failed: OSError | None = None) -> T:
-    """Returns what a read returns, trying again after errors that may pass; other errors of the system are raised.
+    """Calls a read and retries it after transient errors; returns its result. Other `OSError`s are raised.
 
-    Raises `StorageError` if all tries fail. `failed` is the error of a first try, if there was one. Once a stop is
-    requested, it tries every second, for as long in all: a run can save only after the step that waits for this read.
+    Raises `StorageError` if all tries fail. `failed` is the error of a first try that the caller made. Once a stop is
+    requested, it retries every second, for the same total time: a run can save only after the step that waits for this
+    read.
     """
     began, tries = time.monotonic(), 0
     while True:
@@ -66,7 +66,7 @@ def retry(doing: str, action: Callable[[], T], failed: OSError | None = None) ->
 
 
 def retries_in_this_thread() -> int:
-    """Returns how often this thread has read again. A loader counts the difference over each chunk that it reads."""
+    """Returns the number of retries in this thread. A loader counts the difference over each chunk that it reads."""
     return getattr(_in_thread, "count", 0)
 
 
@@ -79,7 +79,7 @@ def _note(doing: str, error: OSError, wait_s: float) -> None:
 
 
 def read_start(path: Path, size: int) -> bytes | None:
-    """Reads at most `size` bytes of a file; None if there is no regular file of that name."""
+    """Reads at most the first `size` bytes of a file; None if there is no regular file at that path."""
 
     def read() -> bytes | None:
         try:  # O_NONBLOCK: opening a pipe would wait for its writer

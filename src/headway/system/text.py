@@ -1,11 +1,9 @@
-"""Text for people: sizes, durations, counts, and lists that are too long to print."""
+"""Text for people: sizes, durations, counts, and long lists."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import pairwise
-
-from headway.errors import closest as closest
 
 TIME_UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
@@ -37,7 +35,7 @@ def format_duration(seconds: float) -> str:
 
 
 def plural(count: int, noun: str, plural_noun: str = "") -> str:
-    """Formats a count with its noun in the right number.
+    """Formats a count with its noun, in singular or plural.
 
     >>> plural(1, "shard"), plural(2000, "shard"), plural(2, "index", "indexes")
     ('1 shard', '2,000 shards', '2 indexes')

@@ -109,6 +109,6 @@ def _complete(record: FailureRecord) -> None:
         return
     try:
         run = Run.open(Path(record["failure_file"]).parent).held_as(record.get("owner"))
-        run.write_failure(record, instead=True)
+        run.write_failure(record, overwrite=True)
     except HeadwayError as error:  # the disk may be what failed
         logger.error("the failure could not be recorded: %s", error)

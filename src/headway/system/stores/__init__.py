@@ -1,6 +1,6 @@
-"""Stores: named objects of bytes, wherever they are kept.
+"""Stores of named objects of bytes: a local directory, HTTP, or an object store.
 
-`base` is the interface: list, head, get a range, put if absent, abort. A local directory and HTTP, which is read only,
+`base` is the interface: list, head, get a range, put if absent, abort. A local directory and HTTP, which is read-only,
 implement it; object stores can be added beside them.
 """
 

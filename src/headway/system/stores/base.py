@@ -1,7 +1,7 @@
 """The interface of a store: a flat set of named objects, each of which is written once and then only read.
 
 A key is a relative path with "/" between its parts, like "train/shard-000007.tar". Methods raise `FileNotFoundError`
-for a key that does not exist, and `StorageError` when the store does not answer as it should.
+for a key that does not exist, and `StorageError` if the store fails.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from headway.errors import UsageError
 @final
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:
-    """What a store knows about an object without reading it."""
+    """The metadata of an object."""
 
     key: str
     size: int
     """bytes"""
     version: str
-    """changes when the object does; empty if the store does not tell"""
+    """changes when the object does; empty if the store does not report one"""
 
 
 class Upload(ABC):
@@ -48,7 +48,7 @@ class Upload(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Discards what was written. Does nothing after `commit`."""
+        """Discards the bytes written so far. Does nothing after `commit`."""
 
     def __enter__(self) -> Self:
         return self
@@ -70,18 +70,18 @@ class Store(ABC):
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Returns what is known about an object without reading it."""
+        """Returns the metadata of an object."""
 
     @abstractmethod
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Returns the bytes of an object from `start` to `stop`, by default to its end.
 
-        The result is shorter when the object ends before `stop`, and empty when it ends before `start`.
+        The result is shorter if the object ends before `stop`, and empty if it ends before `start`.
         """
 
     def put(self, key: str) -> Upload:
-        """Begins an object that does not exist yet. Raises `UsageError` if the store is read only."""
-        raise UsageError(f"{self} is read only: {key} cannot be written to it")
+        """Begins an object that does not exist yet. Raises `UsageError` if the store is read-only."""
+        raise UsageError(f"{self} is read-only: {key} cannot be written to it")
 
 
 def check_key(key: str) -> str:

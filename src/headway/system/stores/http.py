@@ -24,8 +24,8 @@ _SKIP_BYTES = 1 << 20
 class HttpStore(Store):
     """The objects below a URL.
 
-    A request that fails, ends early or is refused for the moment is repeated up to `retries` times, after a pause that
-    doubles. HTTP has no listing: `index` is the key of a text object that names all keys, one per line.
+    A request that fails, ends early or is refused temporarily is retried up to `retries` times, after a pause that
+    doubles. HTTP has no listing: `index` is the key of a text object that lists all keys, one per line.
 
     >>> HttpStore("https://data.example.org/imagenet").get("train-000000.tar", 0, 512)  # doctest: +SKIP
     """
@@ -52,7 +52,7 @@ class HttpStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if self._index is None:
             raise UsageError(
-                f"{self} cannot be listed: give HttpStore the index, an object that names all keys"
+                f"{self} cannot be listed: pass index=, the key of an object that lists all keys, to HttpStore"
             )
         keys = self.get(self._index).decode().split()
         yield from (self.head(key) for key in sorted(keys) if key.startswith(prefix))
@@ -108,7 +108,7 @@ class HttpStore(Store):
 
 
 def _body(response: HTTPResponse, start: int, stop: int | None) -> bytes:
-    """The bytes of the range. A server that does not know ranges sends the whole object: the rest is left out."""
+    """Returns the bytes of the range. A server without range requests sends the whole object: the rest is skipped."""
     if response.status == 206:
         if not response.headers.get("content-range", f"bytes {start}-").startswith(f"bytes {start}-"):
             raise HTTPException(f"asked for byte {start}, got {response.headers['content-range']}")
