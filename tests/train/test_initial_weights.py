@@ -148,7 +148,7 @@ def test_a_torch_file_that_would_execute_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read safely"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "whole.pt")
     torch.save([torch.ones(2)], tmp_path / "list.pt")
-    with pytest.raises(UsageError, match="has no tensors by name"):
+    with pytest.raises(UsageError, match="has no named tensors"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "list.pt")
     header = json.dumps({"a": {"dtype": "F8_E8M0", "shape": [1], "data_offsets": [0, 1]}}).encode()
     new = len(header).to_bytes(8, "little") + header + b"\0"
@@ -207,7 +207,9 @@ def test_the_last_the_best_or_any_checkpoint_of_a_run(tmp_path: Path) -> None:
         .state["averages"]["net"]["first.weight"]
         .equal(saved[2].state["models"]["net"]["first.weight"])
     )
-    with pytest.raises(UsageError, match=r"no checkpoint of step 9: it has those of steps 0, 1, 2, 3, 4"):
+    with pytest.raises(
+        UsageError, match=r"no checkpoint of step 9: its checkpoints are of steps 0, 1, 2, 3, 4"
+    ):
         Weights(run, at=9).locate()
     with pytest.raises(
         UsageError, match=r"has the metric 'val/bleu', so none is the best: metrics .*val/loss"

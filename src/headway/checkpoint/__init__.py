@@ -1,10 +1,10 @@
-"""Keep: state that survives. Checkpoints with a checksum on every byte, one commit, and nothing that executes.
+"""Checkpoints: a checksum on every byte, an atomic commit, and nothing that can execute.
 
     path = checkpoint.save(run, {"net": net.state_dict(), "adamw": adamw.state_dict(), "epoch": 3}, step=1000)
     loaded = checkpoint.load_latest(run, {"net": net.state_dict(), "adamw": {}, "epoch": None})
 
-`api` saves and loads, `settings` and `retention` say when to save and what to keep. `format` is what lies on disk,
-`write` how it gets there, `inspect` shows it, and `weights` fills models from it and from files of other tools. Names
+`api` saves and loads; `settings` and `retention` determine when to save and what to keep. `format` is the format on
+disk, `write` writes it, `inspect` displays it, and `weights` fills models from it and from files of other tools. Names
 are loaded on first use: `verify` needs no torch.
 """
 

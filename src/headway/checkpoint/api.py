@@ -1,4 +1,4 @@
-"""`save`, `load`, `load_latest` and `find_valid`, on one rank or on many: what users and the training loop call."""
+"""`save`, `load`, `load_latest`, `load_best` and `find_valid`, on one rank or on many."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageErro
 from headway.run import Run, has_info
 from headway.run.lock import RunLock, check_free
 from headway.run.paths import RunPaths
+from headway.run.rebuild import corrupt_path
 from headway.system import files
 from headway.system.failpoints import failpoint
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOOK_PAUSES_S = (0.0, 0.1, 1.0, 10.0)
-"""before each look at a checkpoint that changes while the ranks read it; another host may see that late"""
+"""before each check of a checkpoint that changes while the ranks read it; another host may see changes late"""
 
 _REPLACED = "a later save has replaced it"
 
@@ -47,7 +48,7 @@ _REPLACED = "a later save has replaced it"
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoadedCheckpoint:
-    """What a checkpoint holds: the state, and what this rank alone had saved (None if it had nothing).
+    """The contents of a checkpoint: the state, and the `local` value that this rank saved (None if there is none).
 
     loaded = hw.checkpoint.load("runs/digits-2026.11.15-14.30-x7k2/checkpoints/step-000000001000")
     print(loaded.step, loaded.state["epoch"], loaded.path)
@@ -74,12 +75,12 @@ def save(
 
     `state` is a dict of named parts: state dicts of models and optimizers (plain tensors, or the DTensors of FSDP2 and
     tensor parallelism), and plain values. All ranks call it, with the same values except for the shards of tensors.
-    `local` is JSON that only this rank has, such as the state of its random number generators. `metrics` are numbers to
-    choose the best checkpoint by. `lock` is the run's lock, on rank 0: the save fails if another process took over the
-    run.
+    `local` is JSON that only this rank has, such as the state of its random number generators. `metrics` are numbers by
+    which the best checkpoint is chosen. `lock` is the run's lock, on rank 0: the save fails if another process took
+    over the run.
 
-    If any rank fails, all raise, and nothing is left: `StorageError` for a full or broken disk, `UsageError` for what a
-    checkpoint cannot hold.
+    If any rank fails, all raise, and nothing is left: `StorageError` for a full or broken disk, `UsageError` for a
+    value that a checkpoint cannot hold.
 
     >>> save(run, {"net": net.state_dict(), "sgd": sgd.state_dict(), "epoch": 3}, step=1000)  # doctest: +SKIP
     """
@@ -91,9 +92,9 @@ def save(
 def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> LoadedCheckpoint:
     """Loads one checkpoint, on any number of ranks, after checking every byte of it.
 
-    `state` names the parts to load, all of them if it is None. Its tensors are filled in place, each rank reading the
-    shards that it has; tensors that only the checkpoint has are created on the CPU. `NoValidCheckpoint` if the
-    checkpoint is damaged, `UsageError` if there is none or it does not fit the state, which is then unchanged.
+    `state` names the parts to load; None means all of them. Its tensors are filled in place, each rank reading its own
+    shards; tensors that only the checkpoint has are created on the CPU. `NoValidCheckpoint` if the checkpoint is
+    damaged, `UsageError` if there is none or it does not fit the state, which is then unchanged.
 
     >>> epoch = load(path, {"net": net.state_dict(), "epoch": None}).state["epoch"]  # doctest: +SKIP
     """
@@ -117,7 +118,7 @@ def load_latest(
 ) -> LoadedCheckpoint | None:
     """Loads the newest valid checkpoint of a run; None if there never was one. See `load` and `find_valid`.
 
-    `state` may be a function that returns it for the path of the checkpoint.
+    `state` may be a function that takes the path of the checkpoint and returns the state.
 
         loaded = hw.checkpoint.load_latest("checkpoints", {"net": net.state_dict()})
         step = loaded.step if loaded else 0                     # net was filled in place
@@ -135,19 +136,19 @@ def load_best(
 ) -> LoadedCheckpoint:
     """Loads the best checkpoint of a run, by the metric of its `keep_best`. See `load`.
 
-    `metric` chooses by another one, "val/loss" for the smallest value or "max:val/accuracy" for the largest.
+    `metric` selects another metric: "val/loss" for its smallest value, "max:val/accuracy" for its largest.
 
     >>> load_best("runs/digits-2026.11.15-14.30-x7k2", {"models": {"net": net.state_dict()}})  # doctest: +SKIP
     """
     parent, _ = resolve_root(where)
     exchange = RankExchange(f"find the best checkpoint in {parent}")
     while True:
-        path = exchange.from_root(lambda: str(find_best(parent, metric=metric).path))
+        path = exchange.from_root(lambda: str(find_best(parent, metric=metric)))
         try:
             return load(path, state)
         except UsageError:
             if exchange.from_root(Path(path).is_dir):
-                raise  # else a run that trains has a better one by now, and has removed this
+                raise  # otherwise a running training has a better one by now, and has removed this one
 
 
 def find_valid(where: CheckpointRoot) -> Path | None:
@@ -163,21 +164,21 @@ def find_valid(where: CheckpointRoot) -> Path | None:
 
 
 def _find_valid(where: CheckpointRoot) -> tuple[Path, str | None] | None:
-    """Returns the newest valid checkpoint, and which save it is."""
+    """Returns the newest valid checkpoint, and the name of its save."""
     parent, _ = resolve_root(where)
-    judged, damaged = set[int](), list[str]()
+    checked, damaged = set[int](), list[str]()
     exchange = RankExchange(f"find a valid checkpoint in {parent}")
     exchange.from_root(partial(_put_back, where))
-    # listed again each time: another process may save and remove checkpoints meanwhile
-    while (step := exchange.from_root(partial(_newest, parent, judged))) is not None:
-        judged.add(step)
+    # listed again each time: another process may save and remove checkpoints in the meantime
+    while (step := exchange.from_root(partial(_newest, parent, checked))) is not None:
+        checked.add(step)
         path = step_dir(parent, step)
         save, problems = verify_on_all_ranks(exchange, path)
         if not problems:
             return path, save
-        aside = exchange.from_root(partial(_set_aside, where, path))
-        if aside is not None:
-            damaged.append(f"{aside}: {problems[0]}")
+        name = exchange.from_root(partial(_set_aside, where, path))
+        if name is not None:
+            damaged.append(f"{name}: {problems[0]}")
     if exchange.from_root(lambda: has_checkpoints(parent)):
         raise NoValidCheckpoint(
             f"{parent} has checkpoints, but none is valid ({'; '.join(damaged[:5]) or 'all were renamed before'}). "
@@ -186,20 +187,20 @@ def _find_valid(where: CheckpointRoot) -> tuple[Path, str | None] | None:
     return None
 
 
-def _newest(parent: Path, but: Collection[int]) -> int | None:
-    return max((step for step in list_steps(parent) if step not in but), default=None)
+def _newest(parent: Path, excluded: Collection[int]) -> int | None:
+    return max((step for step in list_steps(parent) if step not in excluded), default=None)
 
 
 def verify_on_all_ranks(exchange: RankExchange, path: Path) -> tuple[str | None, list[str]]:
-    """Returns which save a checkpoint is, and its problems, the same on all ranks; the ranks share the reading.
+    """Returns the name of a checkpoint's save, and its problems, the same on all ranks; each rank reads some files.
 
-    If a later save replaces it meanwhile, or it is removed, they have read parts of two: all look again.
+    If it is replaced or removed while they read, the ranks may have read parts of two saves: all check it again.
     """
     for pause_s in _LOOK_PAUSES_S:
         time.sleep(pause_s)
         found = exchange.all_gather(partial(check, path, rank=exchange.rank, size=exchange.size))
         saves = {save for save, _ in found}
-        problems = list(dict.fromkeys(problem for _, some in found for problem in some))
+        problems = list(dict.fromkeys(problem for _, of_rank in found for problem in of_rank))
         if len(saves) == 1 and (not problems or exchange.from_root(partial(read_save, path)) in saves):
             return saves.pop(), problems
     raise StorageError(
@@ -209,7 +210,7 @@ def verify_on_all_ranks(exchange: RankExchange, path: Path) -> tuple[str | None,
 
 
 def _put_back(where: CheckpointRoot) -> None:
-    """Finishes what a save left that was killed while it replaced a checkpoint."""
+    """Completes or undoes the work of a save that was killed while it replaced a checkpoint."""
     parent, owner = resolve_root(where)
     if parent.is_dir() and _may_rename(where):
         with files.storage(f"look for checkpoints in {parent}"):
@@ -217,37 +218,35 @@ def _put_back(where: CheckpointRoot) -> None:
 
 
 def _set_aside(where: CheckpointRoot, path: Path) -> str | None:
-    """Renames a damaged checkpoint and returns its new name; None if there is none any more."""
+    """Renames a damaged checkpoint, if that is possible; returns its name then, or None if it no longer exists."""
     if not os.path.lexists(path):
         return None
     if not _may_rename(where):
-        return path.name  # for the process that trains there to find
-    number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.corrupt-{number}")):
-        number += 1
+        return path.name  # the process that trains there will rename it
+    kept = corrupt_path(path)
     with files.storage(f"rename the damaged {path}"):
         try:
             failpoint("checkpoint.before_set_aside")
-            path.rename(aside)
+            path.rename(kept)
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-            return path.name  # an archive, or the directory of somebody else
+            return path.name  # an archive, or another user's directory
         failpoint("checkpoint.after_set_aside")
         files.sync_dir(path.parent)
-    return aside.name
+    return kept.name
 
 
 def _may_rename(where: CheckpointRoot) -> bool:
-    """Whether no other process trains where these checkpoints are, which may be given as a run or by their path."""
+    """Returns whether no other process trains in the run of these checkpoints."""
     if isinstance(where, Run):
         return where.is_ours()
     parent, _ = resolve_root(where)
     run = RunPaths(path=parent if has_info(parent) else parent.parent)
-    with files.storage(f"find out who trains in {run.path}"):
+    with files.storage(f"find the process that trains in {run.path}"):
         try:
             check_free(run.lock_dir)
-        except (RunLocked, PermissionError):  # another user's run, of which only the checkpoints are shared
+        except (RunLocked, PermissionError):  # or another user's run, which shares only its checkpoints
             return False
     return True
 
@@ -255,8 +254,8 @@ def _may_rename(where: CheckpointRoot) -> bool:
 def _load(path: Path, save: str | None, state: Mapping[str, Any] | None) -> LoadedCheckpoint | None:
     """Loads a checkpoint that was just verified; all ranks return or all raise.
 
-    None if the save that was verified is not there any more: it was replaced or removed while the ranks were reading,
-    and some of them may see that before others do.
+    None if the verified save no longer exists: it was replaced or removed while the ranks were reading, and some of
+    them may see that before others do.
     """
     results: list[LoadedCheckpoint] = []
 
@@ -315,10 +314,10 @@ def _wanted_parts(saved: Any, state: Mapping[str, Any] | None, path: Path) -> di
 def _destinations(
     reader: CheckpointReader, wanted: dict[str, Any], given: dict[str, torch.Tensor], path: Path
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensor that each wanted one is read into: the given one, or a new one."""
+    """Returns the tensor that each saved one is read into: the given one, or a new one."""
     names = tree.names_in(wanted)
-    known = set(names)  # a model may have 100,000 tensors
-    unknown = [name for name in given if name not in known]
+    saved = set(names)  # a model may have 100,000 tensors
+    unknown = [name for name in given if name not in saved]
     if unknown:
         raise UsageError(
             f"{path} has no tensor {unknown[0]!r} ({len(unknown)} are missing): is it from another model?"

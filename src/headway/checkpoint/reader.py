@@ -1,18 +1,16 @@
-"""Readers for torch's distributed checkpointing: they read the byte ranges of tensors that a plan asks for.
+"""Readers that fill tensors from named ones; torch's planner decides which parts each rank reads.
 
 The caller has verified the files.
 """
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Protocol, final
+from collections.abc import Iterable, Mapping
+from typing import Protocol, final
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -20,60 +18,38 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from headway.checkpoint.format.directory import CheckpointFile
 from headway.checkpoint.format.dtypes import BY_NAME
 from headway.checkpoint.format.manifest import TensorEntry
 from headway.checkpoint.format.tensor_file import read_slice
-from headway.errors import UsageError
 
 
 class FileOpener(Protocol):
-    """What opens the files of a checkpoint by their names."""
+    """Opens the files of a checkpoint by name."""
 
     def open(self, name: str, /) -> CheckpointFile: ...
 
 
-class TensorReader(StorageReader, ABC):
-    """Fills tensors, whole or sharded, from named ones; each rank reads only what it has room for."""
+class TensorReader(ABC):
+    """Fills tensors, whole or sharded, from named ones; each rank reads only the parts that it holds."""
 
     def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
         self.entries = entries
 
     @abstractmethod
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what a plan lists."""
+    def read_items(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        """Reads the items of a plan into the tensors of its planner."""
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fills tensors by the names of their entries, in place; values are converted to their dtypes."""
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), self.read_metadata(), False)
-        self.read_data(planner.finish_plan(planner.create_local_plan()), planner)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        return Metadata(state_dict_metadata={name: _metadata(entry) for name, entry in self.entries.items()})
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        pass  # there is nothing to prepare
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        raise UsageError(
-            f"a {type(self).__name__} reads the one source it was made for, not {checkpoint_id!r}"
+        metadata = Metadata(
+            state_dict_metadata={name: _metadata(entry) for name, entry in self.entries.items()}
         )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        return False
+        planner.set_up_planner(dict(tensors), metadata, False)
+        self.read_items(planner.finish_plan(planner.create_local_plan()).items, planner)
 
 
 @final
@@ -89,23 +65,20 @@ class CheckpointReader(TensorReader):
             for chunk in entry.chunks
         }
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_items(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
+        for item in items:
             by_file.setdefault(self._chunks[item.storage_index][0].file, []).append(item)
-        for name, items in sorted(by_file.items()):
+        for name, in_file in sorted(by_file.items()):
             with self._directory.open(name) as file:
-                for item in items:
+                for item in in_file:
                     chunk, dtype = self._chunks[item.storage_index]
                     target = planner.resolve_tensor(item).detach()
                     read_slice(file, chunk, BY_NAME[dtype], item.storage_offsets, target)
                     planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """Reads one tensor from all its chunks, on the CPU."""
+        """Reads a whole tensor from all its chunks, on the CPU."""
         entry = self.entries[name]
         whole = torch.empty(entry.shape, dtype=BY_NAME[entry.dtype])
         for chunk in entry.chunks:

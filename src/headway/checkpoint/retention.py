@@ -1,4 +1,4 @@
-"""Which checkpoints to keep, and how the others are removed so that a kill never leaves too few."""
+"""Which checkpoints to keep, and the removal of the others, which a kill at any time leaves safe."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _IN_USE = (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints are kept: those that at least one of the rules names.
+    """Which checkpoints are kept: those that at least one of these rules selects.
 
     >>> Retention(keep_last=2, keep_every=10_000, keep_best="val/loss")
     Retention(keep_last=2, keep_every=10000, keep_best='val/loss', best='min')
     """
 
     keep_last: int = 3
-    """the newest ones; at least 2: if the newest is damaged there is another, and the one that a run was resumed from
-    is kept until two newer exist"""
+    """the newest ones; at least 2, in case the newest is damaged, and so that the one that a run was resumed from is
+    kept until two newer ones exist"""
     keep_every: int | None = None
     """those whose step is a multiple of this"""
     keep_best: str | None = None
-    """the one with the best value of this metric, as given to `save(metrics=...)`; of equal ones, the newest"""
+    """the one with the best value of this metric, as given to `save(metrics=...)`; the newest if several are equal"""
     best: Literal["min", "max"] = "min"
     """whether the smallest or the largest value is the best"""
 
@@ -57,7 +57,7 @@ class Retention:
             raise UsageError(f"best={self.best!r} is not valid: use 'min' or 'max'")
 
     def kept(self, manifests: dict[int, Manifest]) -> set[int]:
-        """Returns the steps to keep, of those that exist."""
+        """Returns which of the existing steps to keep."""
         steps = sorted(manifests)
         keep = set(steps[-self.keep_last :])
         if self.keep_every is not None:
@@ -65,7 +65,7 @@ class Retention:
         return keep | self.best_of(manifests)
 
     def best_of(self, manifests: dict[int, Manifest]) -> set[int]:
-        """Returns the step with the best value, in a set; an empty one if none has that metric."""
+        """Returns a set of the step with the best value; an empty one if no checkpoint has the metric."""
         sign = -1 if self.best == "min" else 1
         name = self.keep_best
         values = [(sign * m.metrics[name], step) for step, m in manifests.items() if name in m.metrics]  # type: ignore[index]
@@ -76,8 +76,8 @@ def prune(where: CheckpointRoot, retention: Retention) -> list[Path]:
     """Removes the checkpoints that need not be kept and returns their paths. Call it on one rank, between saves.
 
     A checkpoint is renamed before its files are removed, so that a kill never leaves a half-deleted one under its name.
-    Directories without a valid manifest neither count nor are touched. What cannot be removed is a warning.
-    `RunLocked` if the run is another process's.
+    Directories without a valid manifest are neither counted nor removed. A failed removal is a warning. `RunLocked` if
+    another process holds the run.
 
         rules = hw.checkpoint.Retention(keep_last=3, keep_best="val/loss", best="min")
         removed = hw.checkpoint.prune("checkpoints", rules)
@@ -107,13 +107,13 @@ def _remove(path: Path, hidden: Path) -> None:
     failpoint("retention.after_rename")
     files.sync_dir(path.parent)
     failpoint("retention.before_delete")
-    shutil.rmtree(hidden, ignore_errors=True)  # as much as can be
+    shutil.rmtree(hidden, ignore_errors=True)  # as much as possible
     _warn_of_rest(hidden)
     failpoint("retention.after_delete")
 
 
 def _warn_of_rest(hidden: Path) -> None:
-    """Says why a directory cannot be removed, unless a reader on NFS has files of it open."""
+    """Warns if the rest of a directory cannot be removed, unless a reader on NFS has files in it open."""
     try:
         shutil.rmtree(hidden)
     except OSError as error:
@@ -126,12 +126,12 @@ def _warn_of_rest(hidden: Path) -> None:
 
 
 def read_manifests(parent: Path) -> dict[int, Manifest]:
-    """Returns the manifests of all checkpoints that have a valid one, by their steps."""
+    """Returns the manifests of all checkpoints that have a valid one, by step."""
     found = {}
     for step in list_steps(parent):
         try:
             with CheckpointDirectory(step_dir(parent, step)) as directory:
                 found[step] = read_manifest(directory)
         except (DamagedCheckpoint, NewerFormat):
-            continue  # it does not count; `find_valid` renames or refuses it
+            continue  # `find_valid` renames or refuses it
     return found

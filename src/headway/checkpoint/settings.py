@@ -15,7 +15,7 @@ from headway.system.interval import Interval
 
 
 def parse_metric(setting: str, value: object) -> tuple[str, Literal["min", "max"] | None]:
-    """Returns the metric that a setting names and which of its values is the best, if that is given.
+    """Returns the metric that a setting names, and whether "min" or "max" is the best, if that is given.
 
     >>> parse_metric("keep_best", "val/loss"), parse_metric("keep_best", "max:val/accuracy")
     (('val/loss', None), ('val/accuracy', 'max'))
@@ -34,7 +34,7 @@ class CheckpointSettings:
     """How a pipeline saves its state: the keyword arguments of `pipe.enable_checkpointing`."""
 
     resume: str | Path = "auto"
-    """"auto", "never", "must", or the directory of the run to resume; a checkpoint of a run begins a new run with it"""
+    """"auto", "never", "must", or the directory of the run to resume; with a checkpoint, a new run starts from it"""
     every: str | int = "10min"
     """a time ("10min", "2h"; checked when metrics are logged), steps (500) or epochs ("1 epoch")"""
     keep_last: int = 3
@@ -70,7 +70,7 @@ class CheckpointSettings:
     def better(self, metrics: Mapping[str, float], before: float | None) -> float | None:
         """Returns the value of the `keep_best` metric if it is better than `before`, else None."""
         value = metrics.get(self.retention.keep_best or "")
-        if value is None or not math.isfinite(value):  # no manifest has it
+        if value is None or not math.isfinite(value):  # manifests have only finite values
             return None
         if before is None:
             return value

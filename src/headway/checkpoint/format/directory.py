@@ -1,12 +1,12 @@
-"""The directories of checkpoints, and how files in one are read: never through a link. Needs no torch.
+"""Checkpoint directories, and reading files in them, never through a link. Needs no torch.
 
 checkpoints/step-000000001000/     exists only when all of it is on disk
     manifest.json                  written last: step, world, versions, and size and CRC32 of every file below
     index.json                     every tensor: type, shape, and where its bytes are
     state.json                     everything that is not a tensor
-    rank-00000.safetensors         the tensors that rank 0 wrote        rank-00000.json: what only rank 0 has
+    rank-00000.safetensors         the tensors that rank 0 wrote        rank-00000.json: the `local` value of rank 0
 checkpoints/latest                 the newest step, for people; never read by headway
-checkpoints/step-N.corrupt-1/      found damaged, renamed, kept
+checkpoints/step-N.corrupt-1/      a damaged checkpoint, renamed and kept
 checkpoints/.old-RUN-N-TOKEN/      hidden while a later state of the same step takes its name
 """
 
@@ -18,7 +18,6 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar, final
 
 from headway.errors import StorageError
@@ -35,17 +34,17 @@ CheckpointRoot = Run | str | os.PathLike[str]
 _HIDDEN = re.compile(r"step-[0-9]{12,18}\.corrupt-[0-9]+|\.old-.+-[0-9]+-[0-9a-f]{16}")
 _LARGEST_JSON_BYTES = 1 << 30
 _CHUNK_BYTES = 4 << 20
-# errors that a damaged checkpoint may cause; others, like a missing permission or a failing disk, are not its fault
+# errors that a damaged checkpoint may cause; others, such as a missing permission or a failing disk, are not damage
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class DamagedCheckpoint(ValueError):
-    """Raised inside this package when a checkpoint is not what it says; the message is one problem."""
+    """Raised inside this package when a checkpoint is damaged; the message is one problem."""
 
 
 @final
 class CheckpointFile:
-    """An open file of a checkpoint. A read that fails for a moment is tried again; it is never damage."""
+    """An open file of a checkpoint. A read that fails temporarily is retried; it never counts as damage."""
 
     def __init__(self, directory: CheckpointDirectory, name: str) -> None:
         self._directory, self.name, self._fd = directory, name, directory.open_descriptor(name)
@@ -63,14 +62,16 @@ class CheckpointFile:
         try:
             return os.preadv(self._fd, [view], begin)
         except OSError as error:
-            if error.errno == errno.ESTALE:  # the server forgot the file: the next try needs a new descriptor
+            if (
+                error.errno == errno.ESTALE
+            ):  # the server lost the file handle: the next try needs a new descriptor
                 os.close(self._fd)
                 self._fd = -1
                 self._fd = self._directory.open_descriptor(self.name)
             raise
 
     def chunks(self) -> Iterator[memoryview]:
-        """Yields all of the file in chunks, each valid until the next."""
+        """Yields the whole file in chunks; each is valid until the next."""
         buffer, begin = memoryview(bytearray(_CHUNK_BYTES)), 0
         while got := self.read_into(buffer, begin):
             yield buffer[:got]
@@ -88,7 +89,7 @@ class CheckpointFile:
 class CheckpointDirectory:
     """An open checkpoint directory. Files in it are opened only if they are regular files, never through a link.
 
-    `announced`: another rank has seen it, so it exists, even if this host's file system does not show it yet.
+    `announced` means that another rank has seen it, so it exists even if this host's file system does not show it yet.
     """
 
     def __init__(self, path: Path, *, announced: bool = False) -> None:
@@ -115,7 +116,7 @@ class CheckpointDirectory:
         return fd
 
     def _open_file(self, name: str) -> tuple[int, os.stat_result]:
-        # O_NONBLOCK: a pipe in the place of a file must not block
+        # O_NONBLOCK: a pipe in place of a file must not block
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             fd = os.open(name, flags, dir_fd=self._fd)
@@ -139,7 +140,7 @@ class CheckpointDirectory:
             return b"".join(map(bytes, file.chunks()))
 
     def reading(self, name: str, action: Callable[[], T]) -> T:
-        """Returns what a read of a file returns, tried again if it fails for a moment."""
+        """Calls a read of a file and retries it if it fails temporarily; returns its result."""
         try:
             return retry(f"read {name} in {self.path}", action)
         except OSError as error:
@@ -148,9 +149,7 @@ class CheckpointDirectory:
     def __enter__(self) -> CheckpointDirectory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
 
@@ -159,15 +158,12 @@ def resolve_root(where: CheckpointRoot) -> tuple[Path, str]:
     if isinstance(where, Run):
         return where.checkpoints_dir, where.id
     path = Path(where).absolute()
-    if has_info(path) and _has_own(
-        path
-    ):  # saved by the path of a run, which once meant that directory itself
-        return path, "path"
-    return checkpoints_at(path), "path"
+    # an earlier version saved to the directory of a run itself if given its path
+    return (path if has_info(path) and _has_own(path) else checkpoints_at(path)), "path"
 
 
 def checkpoints_at(path: Path) -> Path:
-    """Returns the directory of checkpoints that a path means: that of a run, or the path itself."""
+    """Returns the directory of checkpoints at a path: that of a run, or the path itself."""
     return RunPaths(path=path).checkpoints_dir if has_info(path) else path
 
 
@@ -177,7 +173,7 @@ def list_steps(parent: Path) -> list[int]:
 
 
 def has_checkpoints(parent: Path) -> bool:
-    """Returns whether there are checkpoints, also damaged ones that were renamed, and one that is being replaced."""
+    """Returns whether there are checkpoints, including renamed damaged ones and one that is being replaced."""
     return any(step_of(name) is not None or _HIDDEN.fullmatch(name) for name in _names(parent))
 
 
@@ -189,9 +185,7 @@ def _has_own(path: Path) -> bool:
     try:
         return has_checkpoints(path)
     except StorageError as error:
-        if isinstance(
-            error.__cause__, PermissionError
-        ):  # only the checkpoints in it are shared with this user
+        if isinstance(error.__cause__, PermissionError):  # the run shares only its checkpoints with this user
             return False
         raise
 

@@ -1,4 +1,4 @@
-"""The dtypes of tensors, by the names that safetensors has for them."""
+"""Tensor dtypes and their names in safetensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {dtype: name for name, dtype in BY_NAME.items()}
 
 
 def check(name: str, tensor: torch.Tensor) -> None:
-    """Raises `UsageError` if the files cannot hold the tensor `name`."""
+    """Raises `UsageError` if a checkpoint cannot hold the tensor `name`."""
     if tensor.is_meta:
         kind, advice = "meta tensor", "give it values"
     elif tensor.layout is not torch.strided:

@@ -1,6 +1,6 @@
-"""What manifest.json and index.json say, parsed and checked. Needs no torch.
+"""Parsers of manifest.json and index.json, which check the contents. Needs no torch.
 
-A CRC detects damage, not forgery: what is read here cannot execute anything or point outside of its files.
+A CRC detects damage, not forgery: values that are read here cannot execute anything or point outside of their files.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, step_dir
 from headway.errors import NewerFormat
 
-FORMAT = 1  # of the manifest; raised when readers of the old form would misunderstand the new one
+FORMAT = 1  # of the manifest; raise it when readers of the old format would misread the new one
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
     "U8": 1, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
+LARGEST_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of safetensors itself
 
 _FILE = re.compile(r"[a-z0-9-]{1,64}\.(json|safetensors)")
 _SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n')
@@ -31,7 +32,7 @@ _SEAL_BYTES = len(b',\n "crc32": "00000000"\n}\n')
 @final
 @dataclass(frozen=True, kw_only=True)
 class FileChecksum:
-    """Size and CRC32 of one file, as the manifest has them."""
+    """Size and CRC32 of one file, as in the manifest."""
 
     bytes: int
     crc32: str
@@ -73,7 +74,7 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         body, seal = data[:-_SEAL_BYTES], _SEAL.fullmatch(data[-_SEAL_BYTES:])
         if seal is None:
-            _refuse_newer(data)  # a newer form may be sealed in another way
+            _refuse_newer(data)  # a newer format may have its checksum elsewhere
         if seal is None or f"{zlib.crc32(body):08x}".encode() != seal[1]:
             raise DamagedCheckpoint(f"{MANIFEST}: its checksum is wrong")
         match parse_json(MANIFEST, data):
@@ -93,13 +94,13 @@ class Manifest:
 
 
 def _refuse_newer(data: bytes) -> None:
-    """Raises `NewerFormat` if this is the manifest of a later version."""
+    """Raises `NewerFormat` if this is the manifest of a newer version."""
     try:
         match json.loads(data):
             case {"format": int(form)} if form > FORMAT:
                 raise NewerFormat(
-                    f"{MANIFEST} has format {form}, and this version of headway reads {FORMAT}: it was written by a "
-                    "newer headway; upgrade headway to load it"
+                    f"{MANIFEST} has format {form}, written by a newer headway; this version reads format {FORMAT}: "
+                    "upgrade headway to load it"
                 )
     except (ValueError, RecursionError):
         return  # not JSON: damaged
@@ -108,7 +109,7 @@ def _refuse_newer(data: bytes) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TensorChunk:
-    """A slice of a tensor: where it is in the tensor, and where its bytes are."""
+    """A slice of a tensor: its place in the tensor, and the place of its bytes in a file."""
 
     file: str
     begin: int
@@ -120,7 +121,7 @@ class TensorChunk:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A whole tensor of the checkpoint, over all ranks."""
+    """A whole tensor of the checkpoint, with its chunks from all ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -155,7 +156,7 @@ def read_index(directory: CheckpointDirectory, manifest: Manifest) -> dict[str, 
 
 
 def read_document(directory: CheckpointDirectory, manifest: Manifest, name: str) -> Any:
-    """Returns what a JSON file of this save holds."""
+    """Returns the contents of a JSON file of this save."""
     match parse_json(name, directory.read(name)):
         case {"step": manifest.step, "save": manifest.save, "holds": held}:
             return held
@@ -173,7 +174,7 @@ def parse_json(name: str, data: bytes) -> Any:
 def _entry(name: str, value: object, manifest: Manifest) -> TensorEntry:
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "chunks": list(listed)} if (
-            dtype in ITEM_BYTES and _are_sizes(shape)
+            dtype in ITEM_BYTES and are_sizes(shape)
         ):
             chunks = tuple(_chunk(name, chunk, dtype, shape, manifest) for chunk in listed)
             if sum(math.prod(chunk.shape) for chunk in chunks) == math.prod(shape):
@@ -190,8 +191,8 @@ def _chunk(name: str, value: object, dtype: str, whole: list[int], manifest: Man
             "shape": list(shape),
         } if (
             file in manifest.files
-            and _are_sizes(offsets)
-            and _are_sizes(shape)
+            and are_sizes(offsets)
+            and are_sizes(shape)
             and len(offsets) == len(shape) == len(whole)
             and all(o + s <= w for o, s, w in zip(offsets, shape, whole, strict=True))
             and 0 <= begin <= end <= manifest.files[file].bytes
@@ -212,7 +213,8 @@ def _file_fact(name: str, value: object) -> FileChecksum:
     )
 
 
-def _are_sizes(values: list[Any]) -> bool:
+def are_sizes(values: Iterable[object]) -> bool:
+    """Returns whether all values are integers of at least 0, as in the shape of a tensor."""
     return all(type(value) is int and value >= 0 for value in values)
 
 

@@ -1,4 +1,4 @@
-"""The layout of tensors in a safetensors file, and how they are read from one."""
+"""The layout of a safetensors file, and reading tensors from one."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ def read_slice(
     begin = chunk.begin + (start[0] * row_bytes if chunk.shape else 0)
     whole_rows = tuple(target.shape[1:]) == chunk.shape[1:]
     if whole_rows and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
-        _read_into(file, begin, bytes_of(target))
+        read_into(file, begin, bytes_of(target))
         return
     buffer = torch.empty(rows * row_bytes, dtype=torch.uint8)
-    _read_into(file, begin, bytes_of(buffer))
+    read_into(file, begin, bytes_of(buffer))
     part = buffer.view(dtype).view(rows, *chunk.shape[1:]) if chunk.shape else buffer.view(dtype).view(())
     for dim in range(1, target.dim()):
         part = part.narrow(dim, start[dim], target.shape[dim])
     target.copy_(part)
 
 
-def _read_into(file: CheckpointFile, begin: int, view: memoryview) -> None:
+def read_into(file: CheckpointFile, begin: int, view: memoryview) -> None:
+    """Fills a view with the bytes from `begin` on; `DamagedCheckpoint` if the file ends before."""
     while view:
         got = file.read_into(view[: 1 << 30], begin)
         if not got:

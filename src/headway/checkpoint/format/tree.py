@@ -1,8 +1,8 @@
 """A state as a JSON tree beside a flat table of tensors, converted back without loss.
 
-What JSON does not have is written as an object with one marked key: a tensor as {"$tensor": name}, a tuple, a dict with
-keys that are not strings, a Counter (schedulers have them), a float that is not finite. Anything else is refused by
-name: a checkpoint holds only what can be read without executing it.
+Values that JSON does not have become an object with one marked key: a tensor is {"$tensor": name}, and so on for a
+tuple, a dict with keys that are not strings, a Counter (schedulers have them) and a float that is not finite. Any other
+type is refused: a checkpoint holds only values that can be read without executing code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Joins what `split` has split."""
+    """Restores the state from the two results of `split`."""
     match tree:
         case list():
             return [join(value, tensors) for value in tree]
@@ -56,7 +56,7 @@ def join(tree: object, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def names_in(tree: object) -> list[str]:
-    """Returns the names of all tensors in a tree, in its order."""
+    """Returns the names of all tensors in a tree, in order."""
     match tree:
         case {"$tensor": str(name)}:
             return [name]
@@ -68,7 +68,7 @@ def names_in(tree: object) -> list[str]:
 
 
 def merge(trees: list[Any], path: str = "") -> Any:
-    """Merges the trees of all ranks. Ranks may have different keys; where they have the same, values must be equal."""
+    """Merges the trees of all ranks. Ranks may have different keys; values of the same key must be equal."""
     first = trees[0]
     if all(tree == first for tree in trees[1:]):
         return first

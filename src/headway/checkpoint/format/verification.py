@@ -1,4 +1,4 @@
-"""Verification: is every file of a checkpoint there, with the bytes and the contents that its manifest says?"""
+"""Verification: does a checkpoint have every file of its manifest, with the right bytes and valid contents?"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
 from headway.checkpoint.format.manifest import INDEX, Manifest, read_document, read_index, read_manifest
 
-_MOST_LOOKS = 4
-"""at a checkpoint that changes while it is read; a step is replaced once, where its stage ends"""
+_MOST_TRIES = 4
+"""to read a checkpoint that changes meanwhile; a step is replaced at most once, when its stage ends"""
 
 
 def verify(directory: str | os.PathLike[str]) -> list[str]:
@@ -21,27 +21,27 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
     []
     """
     path, problems = Path(directory).absolute(), list[str]()
-    for _ in range(_MOST_LOOKS):
+    for _ in range(_MOST_TRIES):
         save, problems = check(path)
         if not problems or read_save(path) == save:
-            break  # else a later save has replaced it while it was read
+            break  # otherwise a later save replaced it while it was read
     return problems
 
 
 def check(path: Path, *, rank: int = 0, size: int = 1) -> tuple[str | None, list[str]]:
-    """Returns which save is at a path, None if it does not say, and the problems of one rank's part of its files."""
+    """Returns the name of the save at a path, None if unknown, and the problems in one rank's part of its files."""
     save = None
     try:
         with CheckpointDirectory(path, announced=rank > 0) as directory:
             manifest = read_manifest(directory)
             save, names = manifest.save, list(manifest.files)[rank::size]
-            return save, check_files(directory, manifest, names) or check_contents(directory, manifest, names)
+            return save, find_problems(directory, manifest, names)
     except DamagedCheckpoint as problem:
         return save, [str(problem)]
 
 
 def read_save(path: Path) -> str | None:
-    """Returns which save is at a path: a step that was replaced has the same name. None if it does not say."""
+    """Returns the name of the save at a path, which differs if a step was replaced; None if it is unknown."""
     try:
         with CheckpointDirectory(path) as directory:
             return read_manifest(directory).save
@@ -49,8 +49,13 @@ def read_save(path: Path) -> str | None:
         return None
 
 
+def find_problems(directory: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
+    """Returns the problems of these files; their contents are checked only if all bytes are right."""
+    return check_files(directory, manifest, names) or check_contents(directory, manifest, names)
+
+
 def check_files(directory: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
-    """Returns the problems of these files: missing, or of another size or checksum than the manifest says."""
+    """Returns the problems of these files: missing, or with another size or checksum than in the manifest."""
     problems = []
     for name in names:
         try:
@@ -67,7 +72,7 @@ def check_files(directory: CheckpointDirectory, manifest: Manifest, names: Colle
 
 
 def check_contents(directory: CheckpointDirectory, manifest: Manifest, names: Collection[str]) -> list[str]:
-    """Returns what is inconsistent in these files, though their bytes are those that the manifest lists."""
+    """Returns the inconsistencies in these files, whose bytes are right."""
     problems = []
     for name in names:
         try:

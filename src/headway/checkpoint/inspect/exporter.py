@@ -22,7 +22,7 @@ from headway.checkpoint.format.manifest import (
     read_manifest,
 )
 from headway.checkpoint.format.tensor_file import bytes_of, header_of, table_of
-from headway.checkpoint.format.verification import check_contents, check_files, read_save
+from headway.checkpoint.format.verification import find_problems, read_save
 from headway.checkpoint.reader import CheckpointReader
 from headway.checkpoint.write.disk import write_file
 from headway.errors import NoValidCheckpoint, UsageError
@@ -38,11 +38,11 @@ def export(
     part: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Writes the tensors of a checkpoint as new safetensors files and returns their paths; one tensor at a time.
+    """Writes the tensors of a checkpoint as new safetensors files, one tensor at a time; returns their paths.
 
     `part` selects a part of the state, such as `net`, or `models.net` of a `Pipeline`, and removes its name from the
-    names of the tensors, as a model's `load_state_dict` expects them. What does not fit into `shard_bytes` becomes
-    net-00001-of-00003.safetensors and so on, with net.safetensors.index.json.
+    names of the tensors, as a model's `load_state_dict` expects. Tensors of more than `shard_bytes` in all are split
+    over net-00001-of-00003.safetensors and so on, with net.safetensors.index.json.
 
     >>> export(path, "net.safetensors", part="net")  # doctest: +SKIP
     [PosixPath('net.safetensors')]
@@ -62,7 +62,7 @@ def export_adapter(
 ) -> list[Path]:
     """Writes the adapter of a model, such as LoRA, as a new directory that `PeftModel.from_pretrained` reads.
 
-    `model` is the name that it was registered under; by default the only one with an adapter.
+    `model` is the name that the model was registered under; by default the first one with an adapter.
 
     >>> export_adapter(path, "adapter")  # doctest: +SKIP
     [PosixPath('adapter/adapter_model.safetensors'), PosixPath('adapter/adapter_config.json')]
@@ -94,13 +94,13 @@ def export_adapter(
 
 @contextmanager
 def _verified(source: Path) -> Iterator[tuple[CheckpointDirectory, Manifest]]:
-    """Opens a checkpoint and checks every byte of it, within the context in which it is read."""
+    """Opens a checkpoint and checks every byte of it, for the block that reads it."""
     save = None
     try:
         with CheckpointDirectory(source) as opened:
             manifest = read_manifest(opened)
-            save, names = manifest.save, manifest.files
-            if problems := check_files(opened, manifest, names) or check_contents(opened, manifest, names):
+            save = manifest.save
+            if problems := find_problems(opened, manifest, manifest.files):
                 raise DamagedCheckpoint("; ".join(problems[:5]))
             yield opened, manifest
     except DamagedCheckpoint as problem:
@@ -113,7 +113,7 @@ def _verified(source: Path) -> Iterator[tuple[CheckpointDirectory, Manifest]]:
 
 @contextmanager
 def _new_directory(target: Path) -> Iterator[Path]:
-    """Yields a hidden directory that gets its name when all is in it; after an error nothing is left."""
+    """Yields a hidden directory, which is renamed to `target` after the block; after an error nothing is left."""
     staged = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     with files.storage(f"write {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,11 +134,11 @@ def _of_run(state: object, key: str) -> dict[str, object]:
 
 
 def _adapter_tensors(reader: CheckpointReader, prefix: str, adapter: str) -> dict[str, str]:
-    """Returns name in the checkpoint -> name in peft's files, for all that is saved; nothing without the adapter.
+    """Returns name in the checkpoint -> name in peft's files, for all saved tensors; none without the adapter.
 
-    A checkpoint has what was trained and no frozen parameter. That includes biases, which are not of the adapter by
-    name. peft's files do not have the adapter's name, which is the last part or the one before, except below
-    `modules_to_save`.
+    A checkpoint has the trained parameters and no frozen ones. They include biases, whose names do not contain that of
+    the adapter. In the other names it is the last part or the one before it, or follows `modules_to_save`; peft's files
+    leave it out.
     """
     word = re.escape(adapter)
     infix = re.compile(rf"\.modules_to_save\.{word}(?=\.)|\.{word}(?=(\.[^.]+)?$)")
@@ -161,7 +161,7 @@ def _chosen(
 
 
 def _with_tensors(state: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the parts of a state and their parts, with the names of their tensors: models, models.net, ..."""
+    """Yields the parts of a state, and the parts of those, with their tensor names: models, models.net, ..."""
     for part, inside in state.items():
         if names := tree.names_in(inside):
             yield part, names
@@ -171,7 +171,7 @@ def _with_tensors(state: dict[str, object]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _shards(reader: CheckpointReader, names: dict[str, str], shard_bytes: int) -> list[list[str]]:
-    """Returns which tensors go into which file: in the order of the state, as many as fit."""
+    """Returns the tensors of each file: in the order of the state, as many as fit."""
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name in names:
@@ -191,7 +191,7 @@ def _write(
     target: Path,
     about: dict[str, str],
 ) -> list[Path]:
-    """Writes all files or none: they get their names when all are on disk, the index last."""
+    """Writes all files or none: they are renamed when all are on disk, the index last."""
     token = secrets.token_hex(8)
     stem, count = target.name.removesuffix(".safetensors"), len(shards)
     paths = [target.with_name(f"{stem}-{n:05d}-of-{count:05d}.safetensors") for n in range(1, count + 1)]

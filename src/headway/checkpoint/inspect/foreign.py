@@ -1,6 +1,6 @@
-"""Overviews of torch's files: .pt files and distributed checkpoints. Nothing in them is executed.
+"""Overviews of torch's .pt files and distributed checkpoints. Nothing in them is executed.
 
-Both are pickles. They are read as data (`opcodes`), so `show` can also say what loading one with pickle would import.
+Both are pickles. They are read as data (`opcodes`), so `show` can also list what loading one with pickle would import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
-from headway.checkpoint.format.manifest import ITEM_BYTES
+from headway.checkpoint.format.manifest import ITEM_BYTES, are_sizes
 from headway.checkpoint.inspect.opcodes import (
     DICT,
     PERSISTENT,
@@ -32,7 +32,7 @@ METADATA = ".metadata"  # of torch's distributed checkpoints
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"  # the first bytes of torch's files, today and before 1.6
 
 _LARGEST_PICKLE_BYTES = 256 << 20
-_LARGEST_OLD_PICKLE_BYTES = 1 << 20  # to recognize one; torch writes none
+_LARGEST_OLD_PICKLE_BYTES = 1 << 20  # only to recognize one; torch does not write them
 _MOST_NODES = 400_000
 _DEEPEST = 100
 _LEGACY_PICKLES = 4  # a magic number, a version, facts about the machine, the object
@@ -50,7 +50,7 @@ _DTYPES = {
 }  # fmt: skip
 _SIZES = {**ITEM_BYTES, "C128": 16}
 _INSIDE_MODULES = ("_modules", "_parameters", "_buffers")
-_EXPECTED = re.compile(  # what states consist of; everything else that a pickle imports is shown
+_EXPECTED = re.compile(  # the types in a state; all other imports of a pickle are shown
     r"collections\.(OrderedDict|defaultdict|Counter)|torch\._utils\._rebuild_\w+|torch\._tensor\._rebuild_from_type_v2"
     r"|torch\.(\w+Storage|Size|device|strided|(b?float|u?int|complex)[0-9]\w*|bool)|torch\.storage\.\w+Storage"
     r"|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|torch\.distributed\.checkpoint\.(metadata\.\w+|filesystem\._StorageInfo)"
@@ -70,7 +70,7 @@ def read_torch_file(path: Path, stream: BinaryIO) -> Overview:
 
 
 def is_pickle(stream: BinaryIO) -> bool:
-    """Returns whether a file is a pickle of the oldest protocols, which begin with no mark of their own."""
+    """Returns whether a file is a pickle of the oldest protocols, which have no signature."""
     try:
         read(io.BytesIO(stream.read(_LARGEST_OLD_PICKLE_BYTES)), "")
     except DamagedCheckpoint:
@@ -95,7 +95,7 @@ def read_distributed(path: Path) -> Overview:
 
 
 def _overview(path: Path, kind: str, found: PickleContents, tensors: list[TensorSummary]) -> Overview:
-    """Makes the overview, with what loading the file would import and call beyond what tensors need."""
+    """Makes the overview, with the unexpected imports and calls that loading the file would make."""
     imports = sorted(str(name) for name in found.names if not _is_expected(str(name)))
     calls = [str(call) for call in found.calls]
     about = {"format": kind, "imports": imports, "calls": calls}
@@ -118,22 +118,15 @@ def _read_zip(stream: BinaryIO, name: str) -> PickleContents:
                     f"{name}: {member.filename} is too large or compressed, unlike any that torch writes"
                 )
             data = archive.read(member)  # checks its CRC, too
-    except (
-        zipfile.BadZipFile,
-        ValueError,
-        NotImplementedError,
-        RuntimeError,
-        EOFError,
-        struct.error,
-    ) as error:
-        if isinstance(error, DamagedCheckpoint):
-            raise
+    except DamagedCheckpoint:
+        raise
+    except (zipfile.BadZipFile, ValueError, RuntimeError, EOFError, struct.error) as error:
         raise DamagedCheckpoint(f"{name}: it is not a zip archive of torch: {error}") from error
     return read(io.BytesIO(data), name, _is_expected)
 
 
 def _read_pickles(stream: BinaryIO, name: str) -> tuple[str, PickleContents]:
-    """Reads a file of torch before 1.6, which is several pickles, or one pickle that torch has not written."""
+    """Reads a file of torch before 1.6, which is several pickles, or a single pickle of another program."""
     beginning = _beginning(stream)
     first = read(beginning, name, _is_expected)
     if first.value != _LEGACY_MAGIC:
@@ -148,11 +141,8 @@ def _beginning(stream: BinaryIO) -> io.BytesIO:
 def _attributes(thing: object) -> dict[str, object]:
     """Returns the attributes that an object would get, by name."""
     state = thing.state if isinstance(thing, PickledObject) else None
-    return (
-        {key: value for key, value in state.pairs if isinstance(key, str)}
-        if isinstance(state, PickledObject)
-        else {}
-    )
+    pairs = state.pairs if isinstance(state, PickledObject) else ()
+    return {key: value for key, value in pairs if isinstance(key, str)}
 
 
 def _described(name: object, entry: object) -> TensorSummary:
@@ -167,12 +157,12 @@ def _described(name: object, entry: object) -> TensorSummary:
 
 
 def _label(key: object) -> str:
-    """Returns a key as part of a name. Only strings and integers are printed: other objects may be endless."""
+    """Returns a key as part of a name. Only strings and integers are printed: other objects may be huge."""
     return str(key) if isinstance(key, str | int) else "?"
 
 
 def _tensor(name: str, dtype: str, shape: tuple[Any, ...]) -> TensorSummary:
-    if not all(type(size) is int and size >= 0 for size in shape):
+    if not are_sizes(shape):
         raise DamagedCheckpoint(f"tensor {name!r:.100} has no valid shape")
     return TensorSummary(name=name, dtype=dtype, shape=shape, bytes=math.prod(shape) * _SIZES.get(dtype, 0))
 

@@ -20,7 +20,7 @@ from headway.errors import UsageError
 from headway.system.log import logger
 
 _USUAL_METRIC = "val/loss"
-"""of runs without `keep_best`, if it was logged"""
+"""by which a checkpoint is the best if the run had no `keep_best`"""
 
 
 @final
@@ -44,7 +44,7 @@ class CheckpointSummary:
 def list_checkpoints(where: Path, *, metric: str | None = None) -> list[CheckpointSummary]:
     """Returns the checkpoints of a run, or of a directory of checkpoints, the newest first.
 
-    The best is that of `metric`, by default of the `keep_best` that the run was trained with. Directories without a
+    The best is the best by `metric`, by default the `keep_best` that the run was trained with. Directories without a
     valid manifest are left out.
     """
     parent = checkpoints_at(where.absolute())
@@ -52,7 +52,7 @@ def list_checkpoints(where: Path, *, metric: str | None = None) -> list[Checkpoi
     if not manifests:
         return []
     newest = max(manifests)
-    best = _best(manifests, metric or best_metric(parent, manifests))
+    best = _best(manifests, metric or _kept_metric(parent, manifests) or _USUAL_METRIC)
     return [
         CheckpointSummary(
             path=step_dir(parent, step),
@@ -68,39 +68,35 @@ def list_checkpoints(where: Path, *, metric: str | None = None) -> list[Checkpoi
     ]
 
 
-def find_best(where: Path, *, metric: str | None = None) -> CheckpointSummary:
+def find_best(where: Path, *, metric: str | None = None) -> Path:
     """Returns the checkpoint of a run with the best metric; `UsageError` if none has it.
 
     It warns if the run had no `keep_best`, for then the best one may have been removed.
     """
-    listed = list_checkpoints(where, metric=metric)
-    if not listed:
-        raise UsageError(f"{where} has no checkpoints: take a run that has saved; headway runs lists them")
     parent = checkpoints_at(where.absolute())
     manifests = read_manifests(parent)
-    for each in listed:
-        if each.best:
-            if metric is None and _kept_metric(parent, manifests) is None:
-                logger.warning(
-                    f"{where} was trained without keep_best: step {each.step:,} has the lowest {_USUAL_METRIC} of the "
-                    "checkpoints that are left, and a better one may have been removed; give "
-                    f'enable_checkpointing(keep_best="{_USUAL_METRIC}")'
-                )
-            return each
-    wanted = metric or best_metric(parent, manifests) or _USUAL_METRIC
-    known = ", ".join(sorted({name for each in listed for name in each.metrics})) or "none"
-    raise UsageError(
-        f"no checkpoint of {where} has the metric {wanted!r}, so none is the best: metrics that were saved: {known}"
-    )
-
-
-def best_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
-    """Returns the `keep_best` of the newest checkpoint that has one; else val/loss, if it was logged."""
-    logged = any(_USUAL_METRIC in manifest.metrics for manifest in manifests.values())
-    return _kept_metric(parent, manifests) or (_USUAL_METRIC if logged else None)
+    if not manifests:
+        raise UsageError(f"{where} has no checkpoints: take a run that has saved; headway runs lists them")
+    kept = _kept_metric(parent, manifests) if metric is None else None
+    wanted = metric or kept or _USUAL_METRIC
+    best = _best(manifests, wanted)
+    if not best:
+        saved = ", ".join(sorted({name for each in manifests.values() for name in each.metrics})) or "none"
+        raise UsageError(
+            f"no checkpoint of {where} has the metric {wanted!r}, so none is the best: metrics that were saved: {saved}"
+        )
+    step = best.pop()
+    if metric is None and kept is None:
+        logger.warning(
+            f"{where} was trained without keep_best: step {step:,} has the lowest {_USUAL_METRIC} of the "
+            "checkpoints that are left, and a better one may have been removed; give "
+            f'enable_checkpointing(keep_best="{_USUAL_METRIC}")'
+        )
+    return step_dir(parent, step)
 
 
 def _kept_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
+    """Returns the `keep_best` of the newest readable checkpoint; None if it has none."""
     for step in sorted(manifests, reverse=True):
         try:
             with CheckpointDirectory(step_dir(parent, step)) as directory:
@@ -110,9 +106,9 @@ def _kept_metric(parent: Path, manifests: Mapping[int, Manifest]) -> str | None:
         match state:
             case {"run": {"keep_best": str(metric)}}:
                 return metric
-        break  # a run has one setting; checkpoints of earlier versions do not say
+        break  # all checkpoints of a run have the same; those of earlier versions have none
     return None
 
 
-def _best(manifests: dict[int, Manifest], metric: str | None) -> set[int]:
-    return CheckpointSettings(keep_best=metric).retention.best_of(manifests) if metric else set()
+def _best(manifests: dict[int, Manifest], metric: str) -> set[int]:
+    return CheckpointSettings(keep_best=metric).retention.best_of(manifests)

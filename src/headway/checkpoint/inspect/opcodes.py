@@ -2,8 +2,8 @@
 
 A pickle is a program for a small stack machine. Here its instructions, decoded by the standard library's `pickletools`,
 move plain values, names and `PickledObject`s. An instruction that would call a function makes a `PickledObject`, and
-the call is noted. torch's `weights_only=True` cannot replace this: it builds objects, refuses files with other classes
-instead of listing them, and needs torch.
+the call is recorded. torch's `weights_only=True` cannot replace this: it builds objects, refuses files with other
+classes instead of listing them, and needs torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, BinaryIO, NamedTuple, final
 from headway.checkpoint.format.directory import DamagedCheckpoint
 from headway.system.text import shorten_list
 
-_MOST_INSTRUCTIONS = 12_000_000  # some seconds; a .pt file with 300,000 tensors has 10 million
+_MOST_INSTRUCTIONS = 12_000_000  # a few seconds; a .pt file with 300,000 tensors has 10 million
 _MOST_ON_STACK = 1_000_000  # picklers write containers in batches of 1000
 _MOST_CALLS = 1000
 _LONGEST_TEXT = 80  # characters of an argument in the description of a call
 
 
 class PickledName(NamedTuple):
-    """Something that the pickle would import."""
+    """A name that loading the pickle would import."""
 
     module: str
     name: str
@@ -35,7 +35,7 @@ class PickledName(NamedTuple):
 @final
 @dataclass(eq=False, repr=False)
 class PickledObject:
-    """An object that the pickle would build: by calling `what` with `args`, and then adding to it.
+    """An object that loading the pickle would build: by calling `what` with `args`, and then adding to the result.
 
     It may contain itself a million times, so it is never compared or printed as a whole.
     """
@@ -58,7 +58,7 @@ PERSISTENT = PickledName("pickle", "persistent_load")
 @final
 @dataclass(frozen=True)
 class PickleContents:
-    """One pickle: the value that it describes, what loading it would import, and what it would call, in order."""
+    """One pickle: its value, and the imports and calls that loading it would make, calls in order."""
 
     value: object
     names: frozenset[PickledName]
@@ -93,10 +93,10 @@ def _describe(value: object) -> str:
 def read(
     stream: BinaryIO, name: str, is_expected: Callable[[str], object] = lambda _: False
 ) -> PickleContents:
-    """Reads one pickle and stops behind it; `DamagedCheckpoint` if there is none. `name` is for the message.
+    """Reads one pickle and stops after it; `DamagedCheckpoint` if there is none. `name` is for the message.
 
-    Calls of expected names are not kept. A damaged pickle makes its calls before loading it fails, so that the error
-    lists them, too.
+    Calls of expected names are not recorded. Loading a damaged pickle would make some calls before it fails, so the
+    error lists them, too.
     """
     machine = _PickleMachine(is_expected)
     try:
@@ -157,11 +157,9 @@ class _PickleMachine:
         self._marks.append(len(self.stack))
 
     def top(self) -> PickledObject:
-        """Returns what is added to: a container, or an object that would be built."""
+        """Returns the object to add to: a container, or another object; additions to a plain value are dropped."""
         found = self.stack[-1]
-        return (
-            found if isinstance(found, PickledObject) else PickledObject(found)
-        )  # what is added to a plain value is dropped
+        return found if isinstance(found, PickledObject) else PickledObject(found)
 
     def add(self, parts: list[Any]) -> None:
         self.top().parts.extend(parts)
@@ -173,7 +171,7 @@ class _PickleMachine:
         self.push(self._memo[int(key)])
 
     def call(self, what: object, args: object, state: object = None) -> None:
-        """Pushes what calling `what` would return, and notes the call unless it is expected."""
+        """Pushes the result of calling `what`, and records the call unless it is expected."""
         if len(self.calls) < _MOST_CALLS and not (
             isinstance(what, PickledName) and self._is_expected(str(what))
         ):

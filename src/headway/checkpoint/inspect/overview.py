@@ -19,8 +19,10 @@ from headway.checkpoint.format.directory import (
 from headway.checkpoint.format.manifest import (
     INDEX,
     ITEM_BYTES,
+    LARGEST_HEADER_BYTES,
     MANIFEST,
     TensorEntry,
+    are_sizes,
     parse_json,
     read_index,
     read_manifest,
@@ -31,8 +33,6 @@ from headway.checkpoint.inspect.listing import CheckpointSummary, list_checkpoin
 from headway.checkpoint.inspect.tables import Overview, TensorSummary
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.run.paths import step_of
-
-_LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
 def find(path: Path) -> list[Path]:
@@ -60,12 +60,12 @@ def list_all(path: Path) -> list[CheckpointSummary]:
 
 
 def _is_one(path: Path) -> bool:
-    """Whether a path means one checkpoint, whole or damaged; a run may have a name that begins like one, too."""
+    """Returns whether a path means one checkpoint, valid or damaged; the name of a run may begin like one, too."""
     return os.path.lexists(path / MANIFEST) or step_of(path.name.partition(".corrupt-")[0]) is not None
 
 
 def read(path: Path) -> Overview:
-    """Returns the overview of a checkpoint, of the newest one of a run, or of a file of safetensors or torch."""
+    """Returns the overview of a checkpoint, of the newest one of a run, or of a safetensors or torch file."""
     path = path.absolute()
     try:
         if path.is_dir():
@@ -105,9 +105,9 @@ def _read_file(path: Path) -> Overview:
     with _open(path) as stream:
         beginning = stream.read(9)
         length = int.from_bytes(beginning[:8], "little")
-        limit = min(_LARGEST_HEADER_BYTES, os.fstat(stream.fileno()).st_size - 8)
+        limit = min(LARGEST_HEADER_BYTES, os.fstat(stream.fileno()).st_size - 8)
         stream.seek(0)
-        # the length of a safetensors header may begin like a pickle, but its ninth byte opens a JSON object
+        # a safetensors file may begin like a pickle, but its ninth byte opens a JSON object
         if not (2 <= length <= limit and beginning.endswith(b"{")):
             if beginning.startswith((foreign.ZIP, foreign.PICKLE)) or foreign.is_pickle(stream):
                 return foreign.read_torch_file(path, stream)
@@ -130,8 +130,7 @@ def _open(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise UsageError(
-            f"{path} is neither a checkpoint nor a file"
-            ": give a run, one of its checkpoints, or a file of weights"
+            f"{path} is neither a checkpoint nor a file: give a run, one of its checkpoints, or a file of weights"
         )
     return os.fdopen(fd, "rb")
 
@@ -143,11 +142,10 @@ def _summaries(header: object, file: str) -> Iterable[TensorSummary]:
         match value:
             case _ if name == "__metadata__":
                 continue
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if all(
-                type(size) is int and size >= 0 for size in shape
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
+                are_sizes(shape)
+                and (dtype not in ITEM_BYTES or end - begin == math.prod(shape) * ITEM_BYTES[dtype])
             ):
-                if dtype in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-                    raise DamagedCheckpoint(f"{file}: the entry of tensor {name!r:.100} is inconsistent")
                 yield TensorSummary(name=name, dtype=dtype, shape=tuple(shape), bytes=end - begin)
             case _:
                 raise DamagedCheckpoint(f"{file}: the entry of tensor {name!r:.100} is inconsistent")

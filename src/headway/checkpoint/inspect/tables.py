@@ -27,14 +27,14 @@ class TensorSummary:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """All tensors of a file or checkpoint, and what its manifest says."""
+    """All tensors of a file or checkpoint, and facts from its manifest."""
 
     path: Path
     about: dict[str, Any]
     tensors: tuple[TensorSummary, ...]
 
     def modules(self) -> dict[str, list[TensorSummary]]:
-        """Returns the tensors by the module that they belong to, in the order of names."""
+        """Returns the tensors by the module that they belong to, in their order."""
         grouped: dict[str, list[TensorSummary]] = {}
         for tensor in self.tensors:
             grouped.setdefault(tensor.module, []).append(tensor)

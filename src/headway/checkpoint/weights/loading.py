@@ -1,4 +1,4 @@
-"""Loading weights into a model's tensors: names are matched, and one report says what did not match."""
+"""Loads weights into a model's tensors by name, and reports the names that do not match."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from headway.errors import NoValidCheckpoint, UsageError
 from headway.system.text import shorten_list
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
-"""beginnings of names and what to replace them by, or a function of the name that returns None to leave it out"""
+"""prefixes of names and their replacements, or a function of the name that returns None to leave it out"""
 
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module)\.")
-"""what wrappers of torch put into names, and models do not have"""
+"""parts that wrappers of torch add to names"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightsReport:
-    """What a load has matched, by the names in the model.
+    """Which names matched when weights were loaded, by the names in the model.
 
     pipe.register_model("net", net, init_from="resnet50.safetensors", strict=False)
     print(pipe.registered_models["net"].initial.missing)    # what the file does not have
@@ -37,11 +37,11 @@ class WeightsReport:
     path: Path
     matched: tuple[str, ...]
     missing: tuple[str, ...]
-    """in the model and not in the weights: they keep the values that the model was made with"""
+    """in the model but not in the weights: they keep their initial values"""
     mismatched: tuple[str, ...]
-    """in both, with different shapes: they keep their values, too"""
+    """in both, with different shapes: they also keep their initial values"""
     left_over: tuple[str, ...]
-    """in the weights and not in the model"""
+    """in the weights but not in the model"""
 
     def __str__(self) -> str:
         total = len(self.matched) + len(self.missing) + len(self.mismatched)
@@ -67,11 +67,11 @@ def load_weights(
     optional: Sequence[Collection[str]] = (),
     required: Collection[str] = (),
 ) -> WeightsReport:
-    """Fills the tensors of a model, whole or sharded, in place, on all ranks; returns what matched.
+    """Fills the tensors of a model, whole or sharded, in place, on all ranks; returns the report.
 
-    With `strict`, all names must match, on both sides; the names of one of the `optional` sets may be missing. The
-    `required` ones must match in any case: their tensors have no values yet. `ties` are names of one tensor, of which
-    one is enough.
+    With `strict`, all names must match, on both sides, except that the names of one of the `optional` sets may be
+    missing. The `required` ones must always match: their tensors have no values yet. `ties` are groups of names of the
+    same tensor, of which one is enough.
     """
     reports: list[WeightsReport] = []
 
@@ -95,13 +95,13 @@ def load_weights(
         path = weights.locate()
         saves = RankExchange(f"read weights from {path}").all_gather(read)
         if len({save for both in saves for save in both}) == 1:
-            return reports[-1]  # else a run that trains has replaced or removed it meanwhile
+            return reports[-1]  # otherwise a running training replaced or removed it: read again
 
 
 def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dict[str, str]:
     """Returns name -> name in the source, for the tensors of one model."""
     parts, wanted = _parts(reader, "models"), weights.model or model
-    if not parts:  # a file, or a checkpoint that a script has saved by itself
+    if not parts:  # a file, or a checkpoint that a script saved without a pipeline
         if weights.ema:
             raise UsageError(f"{path} has no averaged weights: pass ema=False")
         part = weights.model or (model if path.name.startswith("step-") else "")
@@ -124,7 +124,7 @@ def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dic
 
 
 def has_averages(weights: Weights, model: str, path: Path) -> bool:
-    """Whether a file or a checkpoint has averages of the weights that `load_weights` would read for this model."""
+    """Returns whether a file or a checkpoint has averages of the weights that `load_weights` reads for this model."""
     with open_weights(path) as reader:
         parts, wanted = _parts(reader, "models"), weights.model or model
         if weights.model is None and wanted not in parts and len(parts) == 1:
@@ -133,7 +133,7 @@ def has_averages(weights: Weights, model: str, path: Path) -> bool:
 
 
 def _parts(reader: TensorReader, kind: str) -> list[str]:
-    """Returns the names of the models whose weights or averages a checkpoint has."""
+    """Returns the models of which a checkpoint has `kind`: "models" or "averages"."""
     return sorted({name.split(".")[1] for name in reader.entries if name.startswith(f"{kind}.")})
 
 

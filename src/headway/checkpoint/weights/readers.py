@@ -1,6 +1,6 @@
-"""Readers of weights: checkpoints, safetensors files and directories of Hugging Face, and torch files.
+"""Readers of weights: checkpoints, safetensors files, Hugging Face directories, and torch files.
 
-All give named tensors, of which each rank reads the part that it has room for. Nothing in the files can execute: torch
+All have named tensors, of which each rank reads only the parts that it holds. Nothing in the files can execute: torch
 files are read with `weights_only=True`.
 """
 
@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from headway.checkpoint.format import dtypes
 from headway.checkpoint.format.directory import CheckpointDirectory, CheckpointFile, DamagedCheckpoint
 from headway.checkpoint.format.manifest import (
     ITEM_BYTES,
+    LARGEST_HEADER_BYTES,
     MANIFEST,
     TensorChunk,
     TensorEntry,
+    are_sizes,
     parse_json,
     read_index,
     read_manifest,
 )
+from headway.checkpoint.format.tensor_file import read_into
 from headway.checkpoint.reader import CheckpointReader, TensorReader
 from headway.errors import NoValidCheckpoint, UsageError
 
@@ -38,16 +40,15 @@ _NAMES = (
     "diffusion_pytorch_model.safetensors",
     "pytorch_model.bin",
 )
-"""of the weights in a directory of Hugging Face, in the order of preference; in several files, with an index beside"""
+"""of the weights in a Hugging Face directory, in order of preference; several files have an index beside them"""
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
-"""where training scripts keep the weights in a torch file that has more"""
+"""the usual keys of the weights in a torch file that has more than weights"""
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # in messages of torch
-_LARGEST_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[TensorReader]:
-    """Opens a checkpoint, a file or a directory of Hugging Face; see `Weights.locate`."""
+    """Opens a checkpoint, a file or a Hugging Face directory; see `Weights.locate`."""
     try:
         with ExitStack() as stack:
             if (path / MANIFEST).exists():
@@ -66,7 +67,7 @@ def open_weights(path: Path) -> Iterator[TensorReader]:
 
 @final
 class WeightFiles:
-    """Open safetensors files by their names; links are followed, since the cache of Hugging Face consists of them."""
+    """Opens safetensors files by name; links are followed, since the Hugging Face cache consists of them."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = {path.name: path.resolve() for path in paths}
@@ -86,7 +87,7 @@ class WeightFiles:
             with self.open(name) as file:
                 for key, entry in _read_header(file, name).items():
                     if key in found:
-                        raise DamagedCheckpoint(f"{name}: tensor {key!r:.100} is in another file, too")
+                        raise DamagedCheckpoint(f"{name}: tensor {key!r:.100} is also in another file")
                     found[key] = entry
         return found
 
@@ -98,14 +99,14 @@ class WeightFiles:
 
 
 def read_stamps(path: Path) -> list[list[str | int]]:
-    """Returns name, bytes and time of change of what `open_weights` reads, to tell whether it has been replaced."""
+    """Returns name, bytes and modification time of the files that `open_weights` reads, to detect a replacement."""
     found = [path / MANIFEST] if (path / MANIFEST).exists() else _find_files(path)
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in found]
 
 
 @final
 class TorchFileReader(TensorReader):
-    """Reads from files that `torch.save` has written; their tensors stay in the files until they are needed."""
+    """Reads from files of `torch.save`; their tensors stay in the files until they are needed."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -113,16 +114,13 @@ class TorchFileReader(TensorReader):
             self._tensors |= _tensors_of(path)
         super().__init__({name: _whole(tensor) for name, tensor in self._tensors.items()})
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
+    def read_items(self, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        for item in items:
             part, target = self._tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, size)
             target.copy_(part)
             planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
 
 def _find_files(path: Path) -> list[Path]:
@@ -136,12 +134,12 @@ def _find_files(path: Path) -> list[Path]:
     found = sorted(path.glob("*.safetensors"))
     if len(found) == 1:
         return found
-    what = (
-        f"several safetensors files ({', '.join(file.name for file in found[:3])}, ...)" if found else "none"
-    )
-    raise UsageError(
-        f"{path} is not a directory of weights: it has {what} of {', '.join(_NAMES)}: give a file"
-    )
+    if found:
+        names = ", ".join(file.name for file in found[:3])
+        raise UsageError(
+            f"{path} has several safetensors files ({names}, ...) and no index: give one of the files"
+        )
+    raise UsageError(f"{path} is not a directory of weights: it has none of {', '.join(_NAMES)}: give a file")
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -159,14 +157,13 @@ def _is_safetensors(path: Path) -> bool:
     if not path.is_file():
         raise DamagedCheckpoint(f"{path.name}: there is no such file")
     with path.open("rb") as file:
-        return (
-            path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
-        )  # a zip or a pickle has other bytes there
+        # the header begins at byte 8, with a brace that no zip or pickle has there
+        return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
 
 
 def _read_header(file: CheckpointFile, name: str) -> dict[str, TensorEntry]:
     size = int.from_bytes(_read(file, 0, 8), "little")
-    if not 2 <= size <= min(_LARGEST_HEADER_BYTES, file.bytes - 8):
+    if not 2 <= size <= min(LARGEST_HEADER_BYTES, file.bytes - 8):
         raise DamagedCheckpoint(f"{name}: it is not a safetensors file")
     header = parse_json(name, _read(file, 8, size))
     if not isinstance(header, dict):
@@ -180,22 +177,15 @@ def _read_header(file: CheckpointFile, name: str) -> dict[str, TensorEntry]:
 
 
 def _read(file: CheckpointFile, begin: int, size: int) -> bytes:
-    buffer = memoryview(bytearray(size))
-    done = 0
-    while done < size:
-        got = file.read_into(buffer[done:], begin + done)
-        if not got:
-            raise DamagedCheckpoint(f"{file.name}: it ends before byte {begin + size}")
-        done += got
+    buffer = bytearray(size)
+    read_into(file, begin, memoryview(buffer))
     return bytes(buffer)
 
 
 def _entry(file: str, name: str, value: object, first: int, file_bytes: int) -> TensorEntry:
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-            dtype in ITEM_BYTES
-            and all(type(size) is int and size >= 0 for size in shape)
-            and 0 <= begin <= end <= file_bytes - first
+            dtype in ITEM_BYTES and are_sizes(shape) and 0 <= begin <= end <= file_bytes - first
         ):
             sizes = tuple(shape)
             chunk = TensorChunk(
@@ -213,7 +203,7 @@ def _entry(file: str, name: str, value: object, first: int, file_bytes: int) -> 
 
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a torch file by name; of one with more than weights, those of the usual key."""
+    """Returns the tensors of a torch file by name; if it has more than weights, those of a usual key."""
     try:
         with path.open("rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
@@ -226,28 +216,24 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
             f"{path}, and save its state dict alone"
         ) from error
     for _ in range(2):  # such as {"state_dict": {"model": ...}}
-        tensors = _flatten(loaded)
         if not isinstance(loaded, Mapping) or any(isinstance(v, torch.Tensor) for v in loaded.values()):
             break
         inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping) and _flatten(loaded[key])]
         if not inside:
             break
         loaded = loaded[inside[0]]
-        tensors = _flatten(loaded)
+    tensors = _flatten(loaded)
     if not tensors:
         raise UsageError(
-            f"{path} has no tensors by name: save a state dict, torch.save(net.state_dict(), path)"
+            f"{path} has no named tensors: save a state dict, torch.save(net.state_dict(), path)"
         )
     return tensors
 
 
 def _flatten(value: object, prefix: str = "") -> dict[str, torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return (
-            {prefix: value}
-            if prefix and value.layout is torch.strided and value.dtype in dtypes.NAMES
-            else {}
-        )
+        is_readable = value.layout is torch.strided and value.dtype in dtypes.NAMES
+        return {prefix: value} if prefix and is_readable else {}
     found: dict[str, torch.Tensor] = {}
     for key, part in value.items() if isinstance(value, Mapping) else ():
         found |= _flatten(part, f"{prefix}.{key}" if prefix else str(key))

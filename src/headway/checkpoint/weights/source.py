@@ -1,4 +1,4 @@
-"""`Weights`: which weights are meant, and where they lie."""
+"""`Weights`: which weights to load, and how to find them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ At: TypeAlias = Literal["last", "best"] | int
 @final
 @dataclass(frozen=True, kw_only=False)
 class Weights:
-    """Weights to begin with: of a run, a checkpoint, a safetensors file, a Hugging Face directory or a torch file.
+    """Weights to start from: of a run, a checkpoint, a safetensors file, a Hugging Face directory or a torch file.
 
     >>> Weights("runs/digits-2026.11.15-14.30-x7k2", at="best", ema=True)  # doctest: +ELLIPSIS
     Weights(source='runs/digits-2026.11.15-14.30-x7k2', at='best', model=None, ema=True, metric=None)
     """
 
     source: str | os.PathLike[str] | Run
-    """a run directory, a checkpoint (step-000000001000), a .safetensors or .pt file, or a directory of Hugging Face"""
+    """a run directory, a checkpoint (step-000000001000), a .safetensors or .pt file, or a Hugging Face directory"""
     at: At = "last"
-    """of a run: the newest checkpoint, the best one, or that of a step"""
+    """for a run: "last" for the newest checkpoint, "best" for the best, or a step"""
     model: str | None = None
-    """of a checkpoint: the name that the model was registered under; by default that of the model to fill"""
+    """for a checkpoint: the name that the model was registered under; by default the name of the model to fill"""
     ema: bool | None = None
-    """of a checkpoint: True for the averaged weights, False for those that were trained; by default a model begins with
-    the trained ones, and an evaluation uses those that the validations of the run used"""
+    """for a checkpoint: True for the averaged weights, False for the trained ones; by default a model starts from the
+    trained ones, and an evaluation uses the same as the validations of the run"""
     metric: str | None = None
-    """what "best" means, such as "max:val/accuracy"; by default the run's own `keep_best`"""
+    """the metric of "best", such as "max:val/accuracy"; by default the run's own `keep_best`"""
 
     def __post_init__(self) -> None:
         source: object = self.source
         if not isinstance(source, str | os.PathLike | Run):
             raise UsageError(
                 f"weights cannot be read from a value of type {type(source).__name__}: give the path of a "
-                "file, a checkpoint or a run; of a state dict, call load_state_dict() of the model"
+                "file, a checkpoint or a run; to load a state dict, call load_state_dict() of the model"
             )
         given: object = self.at  # a caller without a type checker may pass anything
         if given not in ("last", "best") and not (type(given) is int and given >= 0):
@@ -54,7 +54,7 @@ class Weights:
 
     @property
     def path(self) -> Path:
-        """Where to look, as it was given."""
+        """The path of the source, as it was given."""
         return (self.source.path if isinstance(self.source, Run) else Path(self.source)).absolute()
 
     def locate(self) -> Path:
@@ -88,12 +88,12 @@ class Weights:
         )
 
     def _kind(self) -> tuple[str, str]:
-        """Returns what lies there: "checkpoint", "run" with the directory of its checkpoints, or "other"."""
+        """Returns the kind and the path: "checkpoint", "run" with the directory of its checkpoints, or "other"."""
         path = self.path
         if not path.exists():
             raise UsageError(
                 f"there are no weights at {path}: give a run, a checkpoint, a .safetensors or .pt file, or a "
-                "directory of Hugging Face"
+                "Hugging Face directory"
             )
         if (path / MANIFEST).exists():
             return "checkpoint", str(path)
@@ -107,10 +107,12 @@ class Weights:
 
     def _chosen(self, parent: Path) -> Path:
         if self.at == "best":
-            return find_best(parent, metric=self.metric).path
+            return find_best(parent, metric=self.metric)
         steps = list_steps(parent)
         if self.at not in steps:
             known = ", ".join(f"{step:,}" for step in steps[-10:]) or "none"
-            raise UsageError(f"{parent} has no checkpoint of step {self.at:,}: it has those of steps {known}")
+            raise UsageError(
+                f"{parent} has no checkpoint of step {self.at:,}: its checkpoints are of steps {known}"
+            )
         assert isinstance(self.at, int)
         return step_dir(parent, self.at)

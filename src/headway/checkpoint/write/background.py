@@ -1,4 +1,4 @@
-"""Saves beside the training: host memory, a writer process, and a thread that exchanges messages for it."""
+"""Saves in the background: host memory, a writer process, and a thread that exchanges messages with other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLEAN_UP_S = 10.0
 
 @final
 class BackgroundSave:
-    """What works beside the training, from save to save: shared memory, the writer process, and a thread."""
+    """The shared memory, the writer process and the thread of saves in the background, reused by every save."""
 
     def __init__(self, timeout_s: float, clean_up_s: float) -> None:
         self._timeout_s, self._clean_up_s = timeout_s, clean_up_s
@@ -47,13 +47,13 @@ class BackgroundSave:
         start: float,
         before_write: Callable[[], object] | None = None,
     ) -> Future[SavedCheckpoint]:
-        """Copies what this rank writes, and leaves the rest to the writer process. A failed copy fails the save."""
+        """Copies this rank's share, and leaves the rest to the writer process. A failed copy fails the save."""
         if self._store is None and rank_and_size()[1] > 1:
             self._store = current().store.clone()  # type: ignore[attr-defined]
         exchange = RankExchange(
             f"write step {target.step}",
             store=self._store,
-            # each rank gives up its own writer process before the others give up the rank
+            # each rank gives up its own writer process before the other ranks give up the rank
             timeout_s=self._timeout_s + 6 * self._clean_up_s,
         )
         wait_for_copy = self._start_copy(agreed.share)
@@ -110,7 +110,7 @@ class BackgroundSave:
 
 @final
 class BackgroundWriter(CheckpointWriter):
-    """Writes one checkpoint through the writer process. `copy_s`, once it writes, is what `HostCopy.wait` returned."""
+    """Writes one checkpoint through the writer process. `copy_s` is the result of `HostCopy.wait`, set by `write`."""
 
     def __init__(
         self,

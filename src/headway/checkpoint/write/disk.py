@@ -1,4 +1,4 @@
-"""The steps of a save on disk. Needs no torch: they run in a rank, or in its writer process.
+"""The steps of a save on disk, which run in a rank or in its writer process. Needs no torch.
 
     begin     mkdir .tmp-OWNER-STEP-TOKEN                            rank 0
     write     write, fsync rank-N.*                                  every rank
@@ -6,8 +6,8 @@
               directory; rename it and `latest`; fsync their parent
 
 If a step fails before the rename, `discard` removes everything; after a kill, the next `begin` does. A checkpoint that
-is replaced by a later one of the same step is hidden as .old-OWNER-STEP-TOKEN until then, and gets its name back if the
-later one has not got it; else it becomes .del-OWNER-STEP-TOKEN, as one that retention removes, and is deleted.
+is replaced by a later save of the same step is first renamed to .old-OWNER-STEP-TOKEN. If the later one is not
+committed, it gets its name back; otherwise it is renamed to .del-OWNER-STEP-TOKEN, as by retention, and deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 from headway.checkpoint.format.directory import step_dir
@@ -45,14 +44,14 @@ class SaveTarget:
 
     parent: str
     owner: str
-    """is part of the name of unfinished saves, so that only those of the same run are removed"""
+    """part of the name of unfinished saves, so that only those of the same run are removed"""
     step: int
     save: str
     """the name of the directory while it is hidden"""
     fence: lock.Fence | None
-    """the lock of the run: nothing is committed after it was lost"""
+    """the lock of the run: nothing is committed after it is lost"""
     replaces: bool = False
-    """whether there may be an earlier checkpoint of this step, which this one takes the place of"""
+    """whether this save may replace an earlier checkpoint of its step"""
 
     @property
     def hidden(self) -> Path:
@@ -60,7 +59,7 @@ class SaveTarget:
 
     @property
     def replaced(self) -> Path:
-        """Where a checkpoint that this one replaces is hidden."""
+        """The hidden name of a checkpoint that this one replaces."""
         return self.hidden.with_name(self.save.replace(".tmp-", ".old-", 1))
 
     @property
@@ -69,16 +68,16 @@ class SaveTarget:
 
 
 def hidden_name(owner: str, step: int) -> str:
-    """Returns a new name for a save that is being written."""
+    """Returns a new hidden name for a save that is being written."""
     return f".tmp-{owner}-{step}-{secrets.token_hex(8)}"
 
 
 def begin(target: SaveTarget) -> None:
-    """Creates the hidden directory, and removes what killed saves of this owner have left."""
+    """Creates the hidden directory, and removes the remains of killed saves of this owner."""
     parent = Path(target.parent)
     with files.storage(f"begin to save step {target.step} in {parent}"):
         if target.fence is not None:
-            target.fence.check()  # first: what is there already may be what a newer attempt has saved
+            target.fence.check()  # first: the checkpoints there may be those of a newer attempt
         _check_new(target)
         if not parent.is_dir():
             files.make_dir(parent)
@@ -99,7 +98,7 @@ def write(target: SaveTarget, contents: Mapping[str, Iterable[memoryview]]) -> d
 
 
 def commit(target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifest) -> int:
-    """Completes the checkpoint and gives it its name. Returns its size."""
+    """Completes the checkpoint and renames it to its final name. Returns its size."""
     parent = Path(target.parent)
     latest = parent / f".latest.{secrets.token_hex(8)}.tmp"
     try:
@@ -132,7 +131,7 @@ def commit(target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifes
 
 
 def _give_name(target: SaveTarget) -> None:
-    """Renames the hidden directory; one that has the name is hidden first, since a directory is not overwritten."""
+    """Renames the hidden directory; one with that name is hidden first, since rename cannot replace a directory."""
     if not target.replaces or not os.path.lexists(target.final):
         target.hidden.rename(target.final)
         return
@@ -146,7 +145,7 @@ def _give_name(target: SaveTarget) -> None:
 
 
 def put_back(parent: Path, owner: str) -> None:
-    """Gives hidden checkpoints of this owner their names back, and removes those that have been replaced."""
+    """Renames hidden checkpoints of this owner back, and removes those that have been replaced."""
     hidden = re.compile(rf"\.old-{re.escape(owner)}-([0-9]+)-[0-9a-f]{{16}}")
     for path in parent.iterdir():
         if found := hidden.fullmatch(path.name):
@@ -160,15 +159,15 @@ def _put_back(old: Path, final: Path) -> None:
         return
     with suppress(OSError):  # the next save tries again
         gone = old.rename(old.with_name(old.name.replace(".old-", ".del-", 1)))
-        files.sync_dir(gone.parent)  # what is removed in part never gets its name back
+        files.sync_dir(gone.parent)  # a partly removed directory must never get its name back
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def discard(target: SaveTarget) -> None:
-    """Removes what a failed save has written, and gives the name back to a checkpoint that it was to replace.
+    """Removes the files of a failed save, and gives a checkpoint that it was to replace its name back.
 
-    What cannot be done now is done by the next save. What another save has hidden is not touched: the run may be
-    another process's by now.
+    If that fails, the next save does it. Checkpoints that another save has hidden are not touched: another process may
+    hold the run by now.
     """
     with suppress(OSError):
         if target.replaces and target.replaced.exists():
@@ -177,7 +176,7 @@ def discard(target: SaveTarget) -> None:
 
 
 def sweep(parent: Path, owner: str) -> None:
-    """Removes what killed saves and deletions of this owner have left, and nothing else."""
+    """Removes the remains of killed saves and deletions of this owner, and nothing else."""
     put_back(parent, owner)
     leftover = re.compile(rf"\.(tmp|del)-{re.escape(owner)}-[0-9]+-[0-9a-f]{{16}}")
     for path in parent.iterdir():
@@ -188,7 +187,7 @@ def sweep(parent: Path, owner: str) -> None:
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> FileChecksum:
-    """Writes and syncs a new file; returns size and checksum of the bytes as they were passed in."""
+    """Writes and syncs a new file; returns size and checksum of the bytes that were passed in."""
     size = 0
     failpoint("checkpoint.before_file")
     fd = files.open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -210,7 +209,7 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> FileChecksum:
 
 @final
 class _Checksum:
-    """The CRC32 of pieces, computed in a thread while they are written: at most one piece behind."""
+    """The CRC32 of pieces, computed in a thread while they are written, at most one piece behind."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -230,9 +229,7 @@ class _Checksum:
     def __enter__(self) -> _Checksum:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
 
 
@@ -253,8 +250,7 @@ def _pieces(parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 def _write(fd: int, piece: memoryview) -> None:
     for half in (piece[: len(piece) // 2], piece[len(piece) // 2 :]):
-        while half:
-            half = half[os.write(fd, half) :]
+        files.write_fully(fd, half)
         failpoint("checkpoint.mid_file")
 
 

@@ -1,8 +1,8 @@
 """Host memory that a rank fills and its writer process reads: one copy of the rank's share, reused by every save.
 
-Tensors on the CPU are copied, too: training may change them as soon as the copy is made. From CUDA devices the copy
-runs on its own stream into page-locked memory. Work that is queued on the current stream later waits for it, so no
-kernel overwrites what is not copied yet.
+Tensors on the CPU are copied, too, since training changes them while the writer process reads. Tensors on CUDA devices
+are copied on a separate stream into page-locked memory. Work that is queued on the current stream later waits for the
+copy, so no kernel overwrites a tensor before it is copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostCopy:
         self._copies = copies
 
     def wait(self) -> float:
-        """Waits until the copy is complete; returns the seconds for which a device did nothing else."""
+        """Waits until the copy is complete; returns the seconds in which a device did nothing else."""
         for _, end in self._copies:
             end.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)
@@ -47,7 +47,7 @@ class HostMemory:
 
     def copy(self, share: RankShare) -> HostCopy:
         """Copies a share in the layout of its file. CPU tensors are copied when this returns."""
-        self._last.wait()  # if the save before failed, nothing has waited for its copy
+        self._last.wait()  # if the previous save failed, its copy may still be running
         self._last = HostCopy([])
         if not share.size:
             return self._last
@@ -72,7 +72,7 @@ class HostMemory:
             for offset, tensor in tensors:
                 if tensor.device == device:
                     self._copy_tensor(offset, tensor)
-                    tensor.record_stream(copying)  # its memory is not reused before
+                    tensor.record_stream(copying)  # keeps its memory from being reused before the copy ends
             end.record(copying)
         training.wait_stream(copying)
         return begin, end
@@ -87,7 +87,7 @@ class HostMemory:
             self._unpin()
             whole = -(-size // _GRAIN_BYTES) * _GRAIN_BYTES
             os.ftruncate(self.fd, whole)
-            # the tensor keeps the mapping, which is closed with it
+            # the tensor holds the mapping, which is closed with it
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, whole), dtype=torch.uint8)
         if pin and not self._pinned:
             error = int(

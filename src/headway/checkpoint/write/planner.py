@@ -9,11 +9,8 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
-from importlib import metadata as packages
 from typing import Any, final
 
 import torch
@@ -28,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from headway import __version__
 from headway.checkpoint.format import dtypes, tree
 from headway.checkpoint.format.dtypes import BY_NAME, NAMES
 from headway.checkpoint.format.manifest import FileChecksum, Manifest
@@ -39,7 +37,7 @@ from headway.errors import UsageError
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankContents:
-    """What one rank has to save: its tensors by name, and everything else as JSON."""
+    """The state of one rank: its tensors by name, and everything else as JSON."""
 
     step: int
     tensors: dict[str, torch.Tensor]
@@ -51,7 +49,7 @@ class RankContents:
 def collect(
     state: Mapping[str, Any], *, step: int, local: object, metrics: Mapping[str, float] | None
 ) -> RankContents:
-    """Splits a state into tensors and JSON; `UsageError` for what a checkpoint cannot hold."""
+    """Splits a state into tensors and JSON; `UsageError` for a value that a checkpoint cannot hold."""
     if type(step) is not int or not 0 <= step < 10**18:
         raise UsageError(f"step={step!r} is not a valid step: give an integer of at least 0")
     packed, tensors = tree.split(state)
@@ -60,7 +58,7 @@ def collect(
 
 
 def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics that can be compared: a value that is not finite is never the best."""
+    """Returns the finite metrics: a value that is not finite is never the best."""
     for name, value in metrics.items():
         if type(value) not in (int, float):
             raise UsageError(f"metrics[{name!r}] is {value!r:.80}, not a number: call .item() on a tensor")
@@ -71,7 +69,7 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
 class WritePlan:
     """Which tensors this rank writes, and where in its file; on rank 0 also the metadata of all tensors.
 
-    It is valid as long as every rank has the same tensors, so it is made once and used for many saves.
+    It is valid as long as the tensors of all ranks stay the same, so it is made once and used for many saves.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class WritePlan:
 
 @final
 class RankShare:
-    """What this rank writes in one save: one safetensors file, if it has any tensors to write."""
+    """The part of a save that this rank writes: one safetensors file, if it has any tensors to write."""
 
     def __init__(self, save: str, plan: WritePlan) -> None:
         self._plan = plan
@@ -96,7 +94,7 @@ class RankShare:
         self.size = len(self.header) + plan.ranges[-1][1] if plan.items else 0
 
     def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the offset of each tensor in the file, and the tensor, on its device and with any strides."""
+        """Yields the offset of each tensor in the file, and the tensor, on its device and with its strides."""
         for item, (begin, _) in zip(self._plan.items, self._plan.ranges, strict=True):
             tensor = self._plan.planner.resolve_data(item)
             about = _data(item)
@@ -108,11 +106,11 @@ class RankShare:
             yield len(self.header) + begin, tensor.detach()
 
     def release(self) -> None:
-        """Drops the references to the tensors, which have been copied."""
+        """Drops the references to the tensors, after they were copied or written."""
         self._plan.planner.state_dict = {}
 
     def chunks(self, file: str) -> list[list[Any]]:
-        """Returns the name of each tensor and the chunk of it that is in this file, as in the index."""
+        """Returns the name of each tensor and its chunk in this file, as in the index."""
         base = len(self.header)
         return [
             [item.index.fqn, {
@@ -126,7 +124,7 @@ class RankShare:
 @final
 @dataclass(frozen=True, kw_only=True)
 class AgreedSave:
-    """A save that all ranks have agreed on: this rank's share, and, on rank 0, what belongs to all."""
+    """A save that all ranks have agreed on: this rank's share, and, on rank 0, tree and metadata of all ranks."""
 
     save: str
     share: RankShare
@@ -134,7 +132,7 @@ class AgreedSave:
     metadata: Metadata | None
 
     def index(self, chunks: Iterable[Sequence[Any]]) -> dict[str, Any]:
-        """Returns index.json from the chunks of all ranks. On rank 0."""
+        """Returns index.json from the chunks of all ranks. Call it on rank 0."""
         assert self.metadata is not None
         index: dict[str, Any] = {}
         for name, about in sorted(self.metadata.state_dict_metadata.items()):
@@ -147,7 +145,7 @@ class AgreedSave:
 
 @final
 class WritePlanner:
-    """Agrees on saves with the other ranks. As long as no tensor changes, each takes one short exchange."""
+    """Agrees on saves with the other ranks. While the tensors stay the same, each save takes one short exchange."""
 
     def __init__(self) -> None:
         self._plan: WritePlan | None = None
@@ -166,25 +164,22 @@ class WritePlanner:
             mine = collect()
             tensors = [_facts(each, tensor) for each, tensor in mine.tensors.items()]
             collected.append((mine, tensors))
-            known = self._plan.number if self._plan is not None and self._plan.tensors == tensors else None
-            return {"step": mine.step, "tree": mine.tree, "plan": known}
+            valid = self._plan.number if self._plan is not None and self._plan.tensors == tensors else None
+            return {"step": mine.step, "tree": mine.tree, "plan": valid}
 
         def decide(proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            tree.merge(
-                [{"step": proposal["step"]} for proposal in proposals]
-            )  # only to check that they agree
+            # only to check that they agree
+            tree.merge([{"step": proposal["step"]} for proposal in proposals])
             merged.append(tree.merge([proposal["tree"] for proposal in proposals]))
             plans = {proposal["plan"] for proposal in proposals}
-            return [
-                {"save": name(proposals[0]["step"]), "known": len(plans) == 1 and None not in plans}
-            ] * len(proposals)
+            is_planned = len(plans) == 1 and None not in plans
+            return [{"save": name(proposals[0]["step"]), "is_planned": is_planned}] * len(proposals)
 
         decided = exchange.round(propose, decide)
         contents, tensors = collected[0]
-        if not decided["known"]:
-            self._plan = _make_plan(
-                exchange, contents.tensors, tensors, (self._plan.number if self._plan else 0) + 1
-            )
+        if not decided["is_planned"]:
+            number = self._plan.number + 1 if self._plan else 1
+            self._plan = _make_plan(exchange, contents.tensors, tensors, number)
         plan = self._plan
         assert plan is not None
         plan.planner.set_up_planner(contents.tensors, is_coordinator=exchange.rank == 0)
@@ -197,13 +192,13 @@ class WritePlanner:
 
 
 def _facts(name: str, tensor: torch.Tensor) -> Any:
-    """Returns what a plan depends on; if it is equal, the plan is still valid."""
+    """Returns the properties of a tensor that a plan depends on; while they are equal, the plan is valid."""
     kind = type(tensor)
     shard: object = None
     if isinstance(tensor, DTensor):
         shard = (tensor.device_mesh, tensor.placements, tensor.to_local().shape)
     elif kind not in (torch.Tensor, torch.nn.Parameter):
-        shard = object()  # torch may shard it in ways that headway does not know
+        shard = object()  # equal to no other: torch may shard it in other ways
     return (name, tensor.dtype, tensor.shape, tensor.layout, tensor.device, shard)
 
 
@@ -239,18 +234,14 @@ def manifest(
         save=save,
         world_size=world_size,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={
-            "headway": _version("headway"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        versions={"headway": __version__, "torch": torch.__version__, "python": platform.python_version()},
         metrics=contents.metrics,
         files=files,
     )
 
 
 def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # everything that is not a tensor is in the tree
+    assert item.tensor_data is not None  # all other values are in the tree
     return item.tensor_data
 
 
@@ -286,10 +277,3 @@ def _from_json(
             size=torch.Size(size),
         ),
     )
-
-
-@cache
-def _version(package: str) -> str | None:
-    with suppress(packages.PackageNotFoundError):
-        return packages.version(package)
-    return None

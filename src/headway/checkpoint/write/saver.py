@@ -3,8 +3,8 @@
     agree with the other ranks, copy         the training thread, in `Saver.save`
     begin, write, commit                     a writer process; a thread exchanges messages with the other ranks for it
 
-The thread has its own connection to the store: it uses no collective of the training and no lock that training needs,
-and no byte of a tensor passes through the interpreter that trains.
+The thread has its own connection to the store: it uses no collective and no lock of the training, and no byte of a
+tensor passes through the training interpreter.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from headway.system.failpoints import failpoint
 class Saver:
     """Saves states of a run, one after the other. All ranks make one, and call `save`, `wait` and `close` in order.
 
-    In the background, `save` returns when the state is copied to host memory, which holds one copy of what this rank
-    writes. At most one save is pending: the next one waits for it. If it failed, on any rank, the next `save` or `wait`
-    raises the cause on all ranks; nothing of it is left, and earlier checkpoints are unchanged. With
-    `background=False`, `save` returns when the checkpoint is complete, and copies nothing.
+    In the background, `save` returns when this rank's share of the state is copied to host memory. At most one save is
+    pending: the next one waits for it. If it failed on any rank, the next `save` or `wait` raises the cause on all
+    ranks; nothing of it is left, and earlier checkpoints are unchanged. With `background=False`, `save` returns when
+    the checkpoint is complete, and copies nothing.
 
     `lock` is the run's lock, on rank 0: nothing is committed after another process took over the run. A save that is
-    not complete after `timeout_s` seconds is given up; removing what it wrote may take `clean_up_s` more. `on_failure`
-    is called with its step, from another thread, when a save in the background has failed.
+    not complete after `timeout_s` seconds is given up; removing its files may take `clean_up_s` more. `on_failure` is
+    called with the step of a background save that failed, from another thread.
 
     >>> with Saver(run, lock=lock) as saver:  # doctest: +SKIP
     ...     saver.save({"net": net.state_dict()}, step=1000)
@@ -72,10 +72,10 @@ class Saver:
         before_write: Callable[[], object] | None = None,
         replaces: bool = False,
     ) -> None:
-        """Saves a state, on all ranks; takes what `checkpoint.save` takes. Raises what made the save before it fail.
+        """Saves a state, on all ranks, as `checkpoint.save` does. Raises the error of the previous save if it failed.
 
         `before_write` is called before anything is written, in the background if the save is. With `replaces`, an
-        earlier checkpoint of the step is replaced, which a kill never leaves without either.
+        earlier checkpoint of the step is replaced; a kill at any time leaves one of the two.
         """
         start = time.monotonic()
         self.wait()
@@ -114,14 +114,14 @@ class Saver:
             self._on_failure(step)
 
     def wait(self) -> None:
-        """Returns when no save is pending; raises, on all ranks, what made the last one fail."""
+        """Waits until no save is pending; raises the error of the last one, on all ranks, if it failed."""
         if self._pending is not None:
             futures.wait([self._pending])
             pending, self._pending = self._pending, None
             self._complete.append(pending.result())
 
     def finished(self) -> list[SavedCheckpoint]:
-        """Returns the saves that became complete since the last call, as far as this rank knows. Does not wait."""
+        """Returns the saves that this rank has seen complete since the last call. Does not wait."""
         if self._pending is not None and self._pending.done() and self._pending.exception() is None:
             self.wait()
         complete, self._complete = self._complete, []

@@ -1,6 +1,6 @@
-"""Writing a checkpoint that all ranks have agreed on: every rank writes its files, rank 0 commits, or nothing is left.
+"""Writes a checkpoint that all ranks have agreed on: every rank writes its files, rank 0 commits, or nothing is left.
 
-`write_checkpoint` is the order of events; a `CheckpointWriter` touches the disk, in this process or in another.
+`write_checkpoint` determines the order; a `CheckpointWriter` accesses the disk, in this process or in another.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from headway.dist.collective.exchange import RankExchange
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is complete: how long training waited for it, how long it took, how many bytes it has.
+    """A complete checkpoint: how long training waited for it, how long it took, and its size in bytes.
 
-    `stall_s` is the time in `save`, including the wait for the save before it, plus the time for which a CUDA device
+    `stall_s` is the time in `save`, including the wait for the previous save, plus the time in which a CUDA device
     copied and did nothing else; the two may overlap.
 
         for saved in saver.finished():
@@ -40,7 +40,7 @@ class SavedCheckpoint:
 
 
 class CheckpointWriter(ABC):
-    """Writes to the disk, in this process or through another one. `disk` says what each method does."""
+    """Writes to the disk, in this process or through another one. See `disk` for what each method does."""
 
     @abstractmethod
     def begin(self, target: SaveTarget) -> None: ...
@@ -125,7 +125,7 @@ def write_checkpoint(
 
 
 def _document(target: SaveTarget, held: object) -> bytes:
-    """Encodes a JSON file that says which save it belongs to."""
+    """Encodes a JSON file that names the save to which it belongs."""
     text = json.dumps(
         {"step": target.step, "save": target.save, "holds": held}, separators=(",", ":"), allow_nan=False
     )

@@ -3,8 +3,8 @@
     rank -> writer     one JSON object per line: a command of `disk`; the bytes of tensors are in shared memory
     writer -> rank     {"value": ...} or {"error": the name of a class of headway.errors, "message": ...}
 
-It ends with its rank, however that ends, and ignores the signals that are meant for the run. It is a fresh interpreter:
-a process that uses CUDA or threads must not be forked.
+It ends with its rank, even if that is killed, and ignores the signals that are meant for the run. It is a fresh
+interpreter, since a process that uses CUDA or threads must not be forked.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _IGNORED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGIN
 _PR_SET_PDEATHSIG = 1
 _REAP_S = 1.0
 _LOOK_S = 1.0
-"""how often a rank that waits looks at its writer process"""
+"""between two checks of the writer process by a rank that waits for it"""
 _STOPPED_LOOKS = 10
-"""how often a writer process may be found stopped in a row"""
+"""after how many checks in a row a stopped writer process is ended"""
 _STOPPING_LOOKS = 15
-"""how often a rank looks before it names the process, while the run waits for it to stop"""
+"""after how many checks a rank that is requested to stop names the writer process"""
 
 
 # --- in the rank
@@ -53,10 +53,10 @@ _STOPPING_LOOKS = 15
 
 @final
 class WriterProcess:
-    """The writer process, seen from its rank. The first command starts it, and the next one after it has ended.
+    """The writer process, seen from its rank. A command starts the process if it is not running.
 
-    `memory` is the descriptor of the shared memory. Use it from one thread, which must outlive the process: when the
-    thread that started it ends, the kernel kills it as if the rank had ended.
+    `memory` is the descriptor of the shared memory. Use this object from one thread, which must outlive the process:
+    when the thread that started it ends, the kernel kills the process as if the rank had ended.
     """
 
     def __init__(self, memory: int) -> None:
@@ -83,10 +83,7 @@ class WriterProcess:
             answer = _receive(process.stdout.fileno(), patience)
         except BrokenPipeError:
             answer = b""
-        except StorageError:  # it is stopped
-            self._end()
-            raise
-        except TimeoutError:
+        except (StorageError, TimeoutError):  # it is stopped, or takes too long
             self._end()
             raise
         if not answer:
@@ -97,14 +94,14 @@ class WriterProcess:
         return _value(json.loads(answer))
 
     def interrupt(self) -> None:
-        """Kills the process for good, whatever it is doing. For other threads; the one in `call` then raises."""
+        """Kills the process for good. For other threads; the one in `call` then raises."""
         self._interrupted = True
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process, which is idle."""
+        """Ends the idle process."""
         self._end()
         self._reap(_REAP_S)
 
@@ -120,13 +117,11 @@ class WriterProcess:
         process.stdout.close()
         self._reap(_REAP_S)
         status = process.returncode
-        if status is None:  # it waits for a disk that does not respond, and ends when it does
+        if status is None:  # it waits for a disk that does not respond, and ends when that does
             return "hangs in the kernel"
-        return (
-            f"ended with exit code {status}"
-            if status >= 0
-            else f"was killed by {signal.Signals(-status).name}"
-        )
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with exit code {status}"
 
     def _reap(self, timeout_s: float) -> None:
         for process in self._ended:
@@ -137,11 +132,10 @@ class WriterProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         package = str(Path(headway.__file__).parents[1])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        blocked = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _IGNORED_SIGNALS
-        )  # until the process ignores them itself
+        # the process inherits the blocked signals, until it ignores them itself
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
-            with block_forks():  # the training thread may start data workers meanwhile
+            with block_forks():  # the training thread may start data workers at the same time
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", __name__, str(self._memory), str(os.getpid())],
                     stdin=subprocess.PIPE,
@@ -185,8 +179,8 @@ def _receive(fd: int, patience: _Patience) -> bytes:
 class _Patience:
     """How long a rank waits for its writer process: until a deadline, and not for one that is stopped.
 
-    While the run is asked to stop, somebody waits for this save: one line says who writes it. `writing` completes "the
-    process that writes ...".
+    While the run is requested to stop, the user waits for this save, so a warning names the process. `writing`
+    completes "the process that writes ...".
     """
 
     def __init__(self, pid: int, deadline: float, writing: str) -> None:
@@ -202,7 +196,7 @@ class _Patience:
             self._look()
 
     def _look(self) -> None:
-        """Counts looks, not seconds: a job that was suspended, rank and writer alike, has waited for nobody."""
+        """Counts checks, not seconds: time in which the whole job was suspended does not count."""
         try:
             state = psutil.Process(self._pid).status()
         except psutil.Error:  # it has just ended
@@ -242,7 +236,7 @@ def main(memory: int, rank: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != rank:  # it ended before the kernel was told to kill us with it
+    if os.getppid() != rank:  # the rank ended before the call above
         return
     commands, server = sys.stdin.buffer, _WriterServer(memory)
     while line := commands.readline():
@@ -287,14 +281,14 @@ class _WriterServer:
                 return disk.discard(target)
 
     def _shared(self, size: int) -> memoryview:
-        if len(self._view) < size:  # it has grown, or is mapped for the first time
+        if len(self._view) < size:  # the memory has grown, or is not mapped yet
             self._view = memoryview(
                 mmap.mmap(self._memory, os.fstat(self._memory).st_size, prot=mmap.PROT_READ)
             )
         return self._view[:size]
 
     def _set_faults(self, faults: str) -> None:
-        """Follows the rank's failpoints, which a test may change after this process was started."""
+        """Copies the rank's failpoints, which a test may change after this process started."""
         if faults != self._faults:
             self._faults = os.environ[environment.FAILPOINT] = faults
             failpoints.reset_calls()
