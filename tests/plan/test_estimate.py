@@ -282,7 +282,7 @@ def test_a_saved_plan_has_its_layout_and_emits_its_job(tmp_path: Path) -> None:
         (
             {"dp": 11},
             0,
-            "11 GPUs in groups of tp 1 are on no equal number of GPUs of nodes of 8; plan .*, such as 16",
+            "11 GPUs in groups of tp 1 cannot be spread evenly over nodes of 8 GPUs; plan .*, such as 16",
         ),
         ({"dp": 3, "tp": 6}, 3, 6),
     ],

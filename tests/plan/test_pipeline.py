@@ -218,7 +218,7 @@ def test_what_is_recomputed_must_be_kept_for_gradients_of_weights_that_are_delay
 
 
 def test_zero_bubble_gains_nothing_where_everything_is_recomputed() -> None:
-    """The input of a layer is a sixteenth of what its gradients of weights need: eight ranks have no memory to delay
+    """The input of a layer is a sixteenth of what its weight gradients need: eight ranks have no memory to delay
     even one."""
     model, node = preset("llama-3.1-70b"), Node("dgx-h100")
     told = {}
@@ -273,7 +273,7 @@ def test_the_schedule_as_text_and_as_a_picture() -> None:
         and "".join(dict.fromkeys(second[9:])) == ".0a1bA2cBC"
     )
     assert "backward a-j, of weights A-J, by microbatch" in legend
-    assert render_page(zero).count("<title>gradients of weights of microbatch") == 6
+    assert render_page(zero).count("<title>weight gradients of microbatch") == 6
     long = estimate(model, Layout(pp=2, global_batch=4096), Node("dgx-h100"))
     assert "500 of 4096 microbatches" in schedule_text(long) and len(render_page(long)) < 1_000_000
     flat = estimate(model, Layout(), Node("dgx-h100"))

@@ -180,7 +180,7 @@ def test_cuda_graphs_of_a_layer_leave_the_launches_of_its_experts() -> None:
         estimate(row.model, replace(row.layout, graphs=graphs), row.node).notes  # type: ignore[arg-type]
         for graphs in ("none", "step")
     ]
-    assert [sum("awaits the host" in note for note in each) for each in notes] == [1, 0]
+    assert [sum("waits for the host" in note for note in each) for each in notes] == [1, 0]
     assert any(note.endswith("layout.graphs: layers") for note in notes[0])
 
 

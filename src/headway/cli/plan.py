@@ -53,7 +53,7 @@ class OutputOptions:
     json: bool = False
     """Print JSON and nothing else."""
     explain: str | None = None
-    """Print one answer (time.step), or all that begin so (memory), with formula and source."""
+    """Print one answer (time.step), or all answers of a group (memory), with formula and source."""
     html: Path | None = None
     """Write a self-contained page."""
     save: Path | None = None
@@ -110,13 +110,13 @@ class MeasureOptions:
 
     trace: TraceSettings
     also: Annotated[tuple[int, ...], positive] = ()
-    """Further batch sizes: that of --batch-size calibrates, these test."""
+    """Further batch sizes: --batch-size calibrates, these test."""
     steps: Annotated[int, positive] = 10
     """Timed steps of each batch size, at least; on a GPU as many as fit into a second."""
     save: Path | None = None
-    """Write the constants that were found, for `headway plan module --calibration FILE`."""
+    """Write the fitted constants, for `headway plan module --calibration FILE`."""
     node: str | None = None
-    """What the device is, if its name is not enough."""
+    """A catalog name (headway plan list), if the driver's name of the device is not in the catalog."""
     calibration: str | None = None
     """A file that `headway plan calibrate` wrote, or "this"."""
     json: bool = False
@@ -132,7 +132,7 @@ class CalibrateOptions:
     storage: Path | None = None
     """A directory on the file system that checkpoints go to."""
     loader: str | None = None
-    """FILE.py:function that returns your loader; what it delivers in five seconds is what job.loader_MBps wants."""
+    """FILE.py:function that returns your loader; its bandwidth is measured for five seconds, for job.loader_MBps."""
     json: bool = False
     """Print JSON and nothing else."""
 
@@ -286,7 +286,7 @@ def _module(argv: list[str]) -> int:
 
 
 def _with_factory(argv: list[str], verb: str) -> list[str]:
-    """The factory may stand first, without its flag."""
+    """Adds the flag of the factory if the factory comes first, without it."""
     if argv and not argv[0].startswith("-"):
         return ["--factory", *argv]
     if not any(word in ("-h", "--help") or word.split("=")[0] == "--factory" for word in argv):
@@ -352,7 +352,7 @@ def _calibrate(argv: list[str]) -> int:
 
 @contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Turns an error while a file is written into one sentence."""
+    """Reports an error while a file is written in one sentence."""
     try:
         yield
     except OSError as error:

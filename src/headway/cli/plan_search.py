@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
     options = parse(SearchOptions, _with_batch(argv), verb="plan search")
     plan = _search_plan(options, argv)
-    layout = plan.layout  # without a section `search`, its GPUs and samples are arranged in another way
+    layout = plan.layout  # without a section `search`, its numbers of GPUs and samples are searched
     wanted = plan.search or SearchSettings(gpus=layout.gpus, global_batch=layout.global_batch)
     plan = replace(plan, search=wanted)
     found = search(
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def _given_layout(plan: PlanFile) -> Layout | None:
-    """The layout of file or flags, with which the best is compared: if it is for as many GPUs and samples."""
+    """The layout of the file or the flags to compare with, if it has the same number of GPUs and samples."""
     layout, wanted = plan.layout, plan.search
     if wanted is None or layout.gpus != wanted.gpus or layout.gpus == 1:
         return None
@@ -111,7 +111,7 @@ def _best_estimate(plan: PlanFile, best: Candidate | None) -> Estimate | None:
 
 
 def _given_flags(options: SearchOptions, argv: list[str]) -> dict[str, object]:
-    """The values of the flags that are on the command line: a default must not replace what a file says."""
+    """The values of the flags on the command line: a default must not replace a value of the file."""
     words = {word.split("=")[0] for word in argv if word.startswith("--")}
     names = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in words}
     values = {**vars(options.layout), **vars(options.workload), **vars(options)}
@@ -119,7 +119,7 @@ def _given_flags(options: SearchOptions, argv: list[str]) -> dict[str, object]:
 
 
 def _with_batch(argv: list[str]) -> list[str]:
-    """Adds the global batch of a plan file's search: a layout of the flags is for as many samples."""
+    """Adds the global batch of a plan file's search, which a layout of the flags must divide."""
     from headway.plan.input.plan_file import read_plan_file
 
     file = next((word for word in argv if Path(word).suffix in _YAML), None)
@@ -130,7 +130,7 @@ def _with_batch(argv: list[str]) -> list[str]:
 
 
 def _search_plan(options: SearchOptions, argv: list[str]) -> PlanFile:
-    """Reads the plan file, which flags override, or makes a plan of the preset and the flags."""
+    """Reads the plan file, which flags override, or builds a plan from the preset and the flags."""
     from headway.plan.input.plan_file import (
         PlanFile,
         SearchSettings,

@@ -1,1 +1,1 @@
-"""What people write: plan files in YAML, and dlcalc files, which are converted to plan files."""
+"""Input files: plan files in YAML, and dlcalc files, which are converted to plan files."""

@@ -36,7 +36,7 @@ _KEYS = {
     "performance": ("activation_checkpointing_type",),
     "hardware": ("node_type",),
 }  # fmt: skip
-"""The keys of a dlcalc file that a plan has a word for; another one is refused, not dropped."""
+"""The keys of a dlcalc file that have a counterpart in a plan; any other key is refused."""
 _MOE_KEYS = ("n_experts", "experts_per_token", "expert_inter_sz", "moe_frequency", "capacity_factor",
              "expert_tp_degree")  # fmt: skip
 
@@ -44,7 +44,7 @@ _MOE_KEYS = ("n_experts", "experts_per_token", "expert_inter_sz", "moe_frequency
 def import_dlcalc(data: Mapping[str, object]) -> dict[str, object]:
     """Converts a dlcalc configuration to the mapping of a plan file, and checks it.
 
-    `tie_embeddings` is taken as it is; note that dlcalc's Llama 3 sample ties embeddings that Meta's model does not.
+    `tie_embeddings` is copied as it is; note that dlcalc's Llama 3 sample ties embeddings that Meta's model does not.
     """
     if data.get("cross_dc") is not None:
         raise UsageError(
@@ -71,7 +71,7 @@ def import_dlcalc(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def approximations(data: Mapping[str, object]) -> list[str]:
-    """Returns a sentence for each word of a dlcalc file for which a plan has only one that is near it."""
+    """Returns a sentence for each value of a dlcalc file that a plan can only approximate."""
     speed, model = _section(data, "performance"), _section(data, "model")
     found = []
     if speed.get("activation_checkpointing_type") == "super-selective":
@@ -118,7 +118,7 @@ def _model(model: Mapping[str, object], batch: Mapping[str, object]) -> dict[str
 
 
 def _every(frequency: object) -> int:
-    """dlcalc gives the fraction of layers with experts: 0.5 is every other layer."""
+    """Converts dlcalc's fraction of layers with experts: 0.5 is every other layer."""
     share = checks.require_number("model.moe.moe_frequency", frequency, at_most=1.0)
     if abs(1 / share - round(1 / share)) > 1e-6:
         raise UsageError(

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The section `search` of a plan file: what `headway plan search` looks for."""
+    """The section `search` of a plan file."""
 
     gpus: int
     global_batch: int
@@ -58,10 +58,10 @@ _DEGREES = ("dp", "tp", "pp", "vpp", "cp", "ep", "microbatch")
 
 
 def override(plan: PlanFile, given: Mapping[str, object]) -> PlanFile:
-    """Returns the plan of a file with what a command line gives beside it: keys of layout, job, search and node.
+    """Returns the plan of a file with the flags of a command line applied: keys of layout, job, search and node.
 
-    `global_batch` is that of the search. The layout of the file keeps its own, unless a degree is given: it is
-    compared if both are equal.
+    `global_batch` applies to the search. The layout of the file keeps its own, unless a degree is given: the search
+    compares the two only if their batches are equal.
     """
     layout: dict[str, Any] = {f.name: given[f.name] for f in fields(Layout) if f.name in given}
     job: dict[str, Any] = {f.name: given[f.name] for f in fields(Workload) if f.name in given}
@@ -150,7 +150,7 @@ def read_node(given: object) -> Node:
 
 
 def read_calibration(given: object, directory: Path, node: object) -> Calibration | None:
-    """Reads constants from a file or from the plan; if the node is "this", those of this machine."""
+    """Reads constants from a file or from the plan; without either, this machine's if the node is "this"."""
     if given is None:
         return load_calibration(calibration_file()) if node == "this" else None
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Computes every answer of an estimate: the keys that `--explain` knows."""
+"""Computes every answer of an estimate, by the key that `--explain` takes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_answers(model: Transformer) -> Answers:
 
 
 def memory_answers(model: Transformer, layout: Layout, device: Device, ranks: list[RankMemory]) -> Answers:
-    """Answers about memory: by part, by rank, and what the fullest rank needs."""
+    """Answers about memory: by part, by rank, and the total of the fullest rank."""
     full = max(ranks, key=lambda rank: rank.allocated)
     in_flight = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp, layout.schedule)
     allocated, (low, high) = full.allocated, memory.CLOSED_FORM_ERROR
@@ -110,8 +110,8 @@ def _bubble(model: Transformer, layout: Layout) -> Quantity:
     formula = "(p - 1)/(v m), idle over ideal time"
     if layout.schedule == "zero-bubble":
         formula += (
-            ", of which zero-bubble leaves a third; more if m < p, or if layers recompute: then fewer gradients of "
-            "weights can be delayed in the same memory"
+            ", of which zero-bubble leaves a third; more if m < p, or if layers recompute: then fewer weight gradients "
+            "can be delayed in the same memory"
         )
     kept = kept_share(model, layout)
     idle = schedule.bubble_fraction(layout.pp, layout.microbatches, layout.vpp, layout.schedule, kept)

@@ -1,4 +1,4 @@
-"""How far a step time may be off: each part carries the interval of its kernel class or link."""
+"""The interval of a step time: each part has the interval of its kernel class or link."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _kind(part: str, model: Transformer, layout: Layout, node: Node, constants: 
 
 
 def bound_notes(bounds: TimeBounds, step: StepTime) -> list[str]:
-    """Says which times rest on no measurement of this machine, the largest first; parts below 5 % are left out."""
+    """Returns notes on times that were not measured on this machine, the largest first, without parts below 5 %."""
     unknown: dict[str, float] = {}
     for name, interval in bounds.parts.items():
         if not interval.measured:

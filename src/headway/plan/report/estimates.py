@@ -1,4 +1,4 @@
-"""Estimates one layout: whether it fits, how long a step takes, what the run costs."""
+"""Estimates one layout: whether it fits, how long a step takes, and how much the run costs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Estimate:
     fits: bool
     verdict: str
     ranks: list[dict[str, object]] = field(default_factory=list)
-    """Bytes by part on the first, middle and last pipeline rank, and on each with other layers."""
+    """Bytes by part on the first, middle and last pipeline rank, and on each rank with other layers."""
     stages: list[dict[str, float]] = field(default_factory=list)
-    """Seconds of one microbatch on each pipeline rank: `forward_s` and `backward_s`; of a zero-bubble schedule also
-    `weights_owed`, the microbatches whose gradients of weights it may delay."""
+    """Seconds of one microbatch on each pipeline rank: `forward_s` and `backward_s`; in a zero-bubble schedule also
+    `weights_owed`, the number of microbatches whose weight gradients it may delay."""
     remedies: list[Remedy] = field(default_factory=list)
     products: list[dict[str, Any]] = field(default_factory=list)
     """The matrix products of a layer with their rooflines."""
@@ -127,7 +127,7 @@ def _gpus_per_node(gpus: int, tp: int, most: int) -> int:
     equal = [each for each in range(whole, most + 1, whole) if gpus % each == 0 and (each > 1 or most == 1)]
     if not equal:
         raise UsageError(
-            f"{gpus} GPUs in groups of tp {tp} are on no equal number of GPUs of nodes of {most}; "
+            f"{gpus} GPUs in groups of tp {tp} cannot be spread evenly over nodes of {most} GPUs; "
             f"plan a multiple of {most}, such as {-(-gpus // most) * most}"
         )
     return equal[-1]
@@ -164,9 +164,8 @@ def estimate(
     source = f"{node.device.name}: {node.device.source}"
     found["device.memory"] = exact(capacity, "bytes", formula=source, source="datasheet")
     fits = needed.value <= capacity
-    ways = find_remedies(
-        model, layout, node, constants
-    )  # if it runs out of memory all the same, its report has them
+    # also for a plan that fits: a run that exhausts memory nevertheless reports them
+    ways = find_remedies(model, layout, node, constants)
     return Estimate(
         title=f"{model.name}, {layout.describe()}",
         node=f"{node.count_for(layout.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",
@@ -256,7 +255,7 @@ def scaling_table(
 ) -> list[dict[str, float]]:
     """Returns weak scaling (the batch grows with the replicas) and strong scaling (the batch is constant).
 
-    Efficiency is relative to the fewest replicas that fit; without any, to those of the layout.
+    Efficiency is relative to the fewest replicas that fit; if none fit, to the layout's own number.
     """
     rows: list[dict[str, float]] = []
     experts = layout.ep * layout.expert_ways // (layout.cp * layout.tp)  # replicas that share their experts
@@ -311,7 +310,7 @@ def _notes(layout: Layout, node: Node, found: dict[str, Quantity]) -> list[str]:
     if waited > 0.05 * found["time.step"].value:
         more = "step" if layout.graphs == "layers" else "layers"
         notes.append(
-            f"{100 * waited / found['time.step'].value:.0f} % of the step awaits the host, which launches the kernels "
-            f"of experts; CUDA graphs save most of it: layout.graphs: {more}"
+            f"for {100 * waited / found['time.step'].value:.0f} % of the step, the device waits for the host to launch "
+            f"the kernels of experts; CUDA graphs save most of it: layout.graphs: {more}"
         )
     return notes

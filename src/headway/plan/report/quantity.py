@@ -70,7 +70,7 @@ def exact(value: float, unit: Unit = "", *, formula: str, source: Source = "form
 def approximate(
     value: float, low: float, high: float, unit: Unit = "", *, formula: str, source: Source = "formula"
 ) -> Quantity:
-    """Creates a quantity that lies within the factors `low` to `high` of its value."""
+    """Creates a quantity whose interval reaches from `low` to `high` times its value."""
     return Quantity(
         value=value, low=value * low, high=value * high, unit=unit, formula=formula, source=source
     )

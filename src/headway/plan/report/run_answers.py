@@ -13,7 +13,7 @@ from headway.plan.report.bounds import TimeBounds
 from headway.plan.report.quantity import Quantity, approximate, exact
 
 IMAGE_BYTES = 110e3
-"""A JPEG of ImageNet-1k, mean."""
+"""Mean size of a JPEG in ImageNet-1k."""
 
 
 def economy_answers(
@@ -69,7 +69,7 @@ def _checkpoint_answers(model: Transformer, layout: Layout, node: Node, workload
 
 _INTERVAL = {
     False: "Daly 2006: sqrt(2 d M)(1 + ...) - d, with d = checkpoint.blocking",
-    True: "checkpoint.write: Daly's optimum is shorter, but a save begins when the one before it is written",
+    True: "checkpoint.write: Daly's optimum is shorter, but a save begins only when the previous one is written",
 }
 _GOODPUT = {
     "sync": "t / (M exp(R/M) (exp((t + d)/M) - 1)), d = checkpoint.write, R = failure.restart; "

@@ -1,4 +1,4 @@
-"""A plan that was saved as plan.json, read again to be compared with the run that it was made for."""
+"""A plan that was saved as plan.json, to compare it with its run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Planned:
         return not self.low <= measured <= self.high
 
     def sentence(self, what: str, measured: float) -> str:
-        """Says how a measured number differs from the plan."""
+        """Returns a sentence on how a measured number differs from the plan."""
         shown, planned = (format_value(number, self.unit) for number in (measured, self.value))
         low, high = (format_value(number, self.unit, like=self.value) for number in (self.low, self.high))
         return (
@@ -42,7 +42,7 @@ class Planned:
 
 
 class PlanComparison(NamedTuple):
-    """One planned number, and what was measured of it; `measured` is None if nothing was."""
+    """One planned number, and the measured one; None if it was not measured."""
 
     what: PlannedKey
     planned: Planned
@@ -50,12 +50,12 @@ class PlanComparison(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """What was measured over what was planned."""
+        """The measured number over the planned one."""
         return None if self.measured is None else self.measured / self.planned.value
 
     @property
     def differs(self) -> bool:
-        """Whether what was measured is outside the interval of the plan."""
+        """Whether the measured number is outside the interval of the plan."""
         return self.measured is not None and self.planned.outside(self.measured)
 
     def to_dict(self) -> dict[str, object]:
@@ -76,7 +76,7 @@ class SavedPlan:
     content: Mapping[str, object]
 
     def planned(self, key: PlannedKey) -> Planned | None:
-        """Returns what was planned for a step's time or for the memory of the fullest GPU; None if it was not."""
+        """Returns the planned step time or memory of the fullest GPU; None if the plan has none."""
         name, unit = _ANSWERS[key]
         answers = self.content.get("answers")
         answer = answers.get(name) if isinstance(answers, Mapping) else None
@@ -85,12 +85,12 @@ class SavedPlan:
         value = answer.get("value")
         bounds = [answer.get(bound, value) for bound in ("low", "high")]
         if not _is_amount(value) or not all(map(_is_amount, bounds)):
-            return None  # a file that somebody edited: a reader of runs shows the rest
+            return None  # the file was edited; readers of runs show the rest
         low, high = map(float, bounds)
         return Planned(value=float(value), low=low, high=high, unit=unit)
 
     def compare(self, measured: Mapping[PlannedKey, float | None]) -> list[PlanComparison]:
-        """Compares what was measured, by its key, with what was planned; what was not planned is left out."""
+        """Compares measured numbers with planned ones, by key; keys that were not planned are left out."""
         known = {key: self.planned(key) for key in measured}
         return [
             PlanComparison(key, planned, measured[key])
@@ -100,7 +100,7 @@ class SavedPlan:
 
     @property
     def fixes(self) -> list[str]:
-        """The changes that would have fitted, with the GiB that they need, the cheapest first."""
+        """The changes that make the plan fit, with the GiB that they need, the cheapest first."""
         ways = self.content.get("remedies")
         found = [way for way in ways if way.get("fits")] if isinstance(ways, list) else []
         return [f"{way['change']} ({float(way['needed']) / GIB:.1f} GiB)" for way in found]

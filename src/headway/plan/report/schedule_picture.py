@@ -14,7 +14,7 @@ _SIGNS: dict[Direction, str] = {"forward": "0123456789", "backward": "abcdefghij
 _NAMES: dict[Direction, str] = {
     "forward": "forward",
     "backward": "backward",
-    "weights": "gradients of weights",
+    "weights": "weight gradients",
 }
 _MAX_PASSES = 2000
 _MAX_CHUNKS = 128
@@ -22,7 +22,7 @@ _ROW_PX, _LABEL_PX, _READABLE_PX = 20, 70, 14
 
 
 def schedule_passes(plan: Estimate) -> tuple[list[StagePass], int]:
-    """Returns the passes of one step, and the number of microbatches played: of very many, the first ones."""
+    """Returns the passes of one step, and the number of microbatches shown: only the first of very many."""
     layout = plan.inputs.get("layout")
     if not isinstance(layout, Mapping) or len(plan.stages) < 2:
         raise UsageError(
@@ -31,7 +31,7 @@ def schedule_passes(plan: Estimate) -> tuple[list[StagePass], int]:
     pp, vpp = len(plan.stages), layout["vpp"]
     if pp * vpp > _MAX_CHUNKS:
         raise UsageError(
-            f"the plan has {pp * vpp:,} pipeline chunks; a schedule of at most {_MAX_CHUNKS} is drawn"
+            f"the plan has {pp * vpp:,} pipeline chunks; expected at most {_MAX_CHUNKS} to draw a schedule"
         )
     # whole groups of pp, as the interleaved schedule needs
     most = max(2, _MAX_PASSES // (2 * pp * pp * vpp)) * pp

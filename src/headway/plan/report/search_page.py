@@ -13,7 +13,7 @@ from headway.plan.searcher.layouts import Candidate, SearchResult
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 400, 62, 44, 20
 _TICKS = 4
 _SLOWEST = 2.0
-"""Layouts that take more than so many times as long as the fastest are not drawn."""
+"""Layouts that take more than this many times as long as the fastest are not drawn."""
 _SPACING_PX = 3
 _ORANGE = "#e08a3c"
 
@@ -48,7 +48,9 @@ def _scatter(found: SearchResult) -> str:
     )
     front = {id(row) for row in found.pareto}
     dots: dict[tuple[int, int], str] = {}
-    for row in reversed(found.every):  # the fastest is drawn last, and of those in one place only one
+    for row in reversed(
+        found.every
+    ):  # the fastest is drawn last; only one of several in the same place is kept
         if row.seconds <= most and id(row) not in front:
             x, y = axes.place(row)
             fill = "#3b6fb6" if row.safe else "#b9c4d3"

@@ -99,10 +99,10 @@ def search(
     against: Layout | None = None,
     trainable: bool = False,
 ) -> SearchResult:
-    """Ranks all layouts of a model on `gpus` GPUs. `base` has what does not vary: precision, sequence, optimizer.
+    """Ranks all layouts of a model on `gpus` GPUs. `base` has the settings that do not vary: precision, sequence, ...
 
-    The reasons say how the fastest compares with common layouts, and with `against`, such as a published one. With
-    `trainable`, only those that `headway.train` can run are tried.
+    `reasons` compares the fastest with common layouts, and with `against`, such as a published one. With `trainable`,
+    only layouts that `headway.train` can run are tried.
 
     >>> from headway.plan.model.presets import preset
     >>> found = search(preset("gpt2"), Node("h200-sxm8"), gpus=8, global_batch=64)
@@ -144,7 +144,7 @@ def search(
 
 
 def _without_degrees(base: Layout) -> Layout:
-    """What does not vary in a search: sequence, precision, optimizer, and what overlaps."""
+    """Resets all settings that a search varies; sequence, precision, optimizer and overlaps stay."""
     return replace(
         base, dp=1, tp=1, pp=1, vpp=1, cp=1, ep=1, expert_tp=None, schedule="1f1b", sequence_parallel=False, zero=0,
         shard=None, reshard=True, microbatch=1, global_batch=1, recompute="none", recompute_layers=None,
@@ -188,7 +188,7 @@ def _recomputing_less(
     fitting: list[Candidate],
     recomputing: list[Candidate],
 ) -> list[Candidate]:
-    """Lets fewer layers recompute, in those layouts that may become the fastest by it."""
+    """Returns layouts with fewer recomputing layers, for those that may become the fastest this way."""
     fastest = min((found.seconds for found in fitting if found.safe), default=float("inf"))
     less = []
     for found in sorted(recomputing, key=_least_seconds):
@@ -206,9 +206,9 @@ _AFTER_COMPUTE = ("pipeline bubble", "data parallel", "optimizer", "stragglers")
 
 
 def _least_seconds(found: Candidate) -> float:
-    """A step takes at least as long if nothing is recomputed; a third of what layers send is repeated, too.
+    """A lower bound of the step time if nothing is recomputed, which also saves a third of the layers' communication.
 
-    Products that hide the exchange of tokens may hide all of it if there is a third less.
+    With `ep_overlap`, products may hide the complete exchange of tokens if there is a third less of it.
     """
     parts = found.step.parts
     sent = parts.get("expert parallel", 0.0) * (1 if found.layout.ep_overlap else 1 / 3)
@@ -218,7 +218,7 @@ def _least_seconds(found: Candidate) -> float:
 
 
 def _fewest_recomputed(model: Transformer, layout: Layout, device: Device) -> Layout:
-    """Finds by bisection how many layers of a stage must recompute to fit for certain."""
+    """Finds by bisection how many layers of a stage must recompute for the layout to fit at worst."""
     low, high = 0, max(stage.total for stage in stage_layers(model, layout.pp, layout.vpp))
     found = layout
     while high - low > 1:
@@ -232,8 +232,8 @@ def _fewest_recomputed(model: Transformer, layout: Layout, device: Device) -> La
 
 
 _MOST_LAYOUTS = 150_000
-"""Layouts that take about half a minute: 117 to 203 us of CPU time each were measured, the most with experts. Qwen3
-235B has 59,088 on 1,024 GPUs, DeepSeek-V3 61,800 on 2,048."""
+"""A search of this many takes about half a minute: 117 to 203 us of CPU time each, the most with experts. Qwen3 235B
+has 59,088 on 1,024 GPUs, DeepSeek-V3 61,800 on 2,048."""
 
 
 def _check_size(model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout) -> None:
@@ -273,7 +273,7 @@ def _variants(
 def _choices(
     model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout
 ) -> Iterator[dict[str, Any]]:
-    """Yields what varies between layouts beside recomputation."""
+    """Yields the settings that a search varies, except recomputation."""
     sequence = base.tokens(model)
     for tp, pp, cp, dp in _degrees(model, node, gpus, sequence):
         if global_batch % dp:
@@ -315,16 +315,14 @@ def _degrees(model: Transformer, node: Node, gpus: int, sequence: int) -> Iterat
 
 
 _MOST_UNEVEN = 1.08
-"""Layers of the longest of several chunks per rank over the mean: 126 in 16 x 8 chunks are 1.02. Stages of one chunk
-may be as uneven as they must: sometimes no other layout suits a number of GPUs and samples."""
-
-
+"""Layers of the longest chunk over the mean, with several chunks per rank: 1.02 for 126 layers in 16 x 8 chunks. Stages
+of one chunk may be more uneven: sometimes no other layout suits the number of GPUs and samples."""
 _MOST_CHUNKS = 256
 """Chunks of a pipeline that a search tries; published ones have up to 128 (Llama 3 405B: 16 stages of 7 or 8)."""
 
 
 def _balanced(model: Transformer, pp: int, vpp: int = 1) -> bool:
-    """Whether the layers fill the chunks about evenly; embedding and head lighten the ends."""
+    """Whether the layers fill the chunks about evenly."""
     chunks = pp * vpp
     if chunks > min(most_chunks(model, vpp), _MOST_CHUNKS):
         return False
@@ -340,7 +338,7 @@ def _schedules(model: Transformer, pp: int) -> list[tuple[int, Schedule]]:
 
 
 def _experts(model: Transformer, ranks: int, node: Node, tp: int) -> list[tuple[int, int | None]]:
-    """Expert parallelism over the ranks of a stage, with experts split as layers are, or whole."""
+    """Degrees of expert parallelism over the ranks of a stage, with experts split `tp` ways or not at all."""
     if model.moe is None:
         return [(1, None)]
     experts, found = model.moe.experts, []
@@ -409,7 +407,7 @@ def _reasons(
 def _compared(
     model: Transformer, node: Node, constants: Calibration, best: Candidate, against: Layout
 ) -> str:
-    """Says what the layout that was given costs, and where its time goes."""
+    """Returns a sentence on the step time of the given layout, and on its largest difference from the best."""
     against.check_model(model)
     capacity = node.device.memory_bytes
     needed, most = _needed_bytes(model, against, node.device)
@@ -444,8 +442,8 @@ def _largest_change(before: StepTime, after: StepTime) -> tuple[str, float]:
 
 def _why_fastest(best: Candidate, fitting: list[Candidate]) -> str:
     peers = [found for found in fitting if found.safe == best.safe]
-    surely = " even if they need the most" if len(peers) < len(fitting) else ""
-    text = f"{best.layout.describe()} is the fastest of {len(peers)} that fit{surely}: {best.seconds:.3g} s per step"
+    at_worst = " even at worst" if len(peers) < len(fitting) else ""
+    text = f"{best.layout.describe()} is the fastest of {len(peers)} that fit{at_worst}: {best.seconds:.3g} s per step"
     rival = next((found for found in peers if _shape(found.layout) != _shape(best.layout)), None)
     if rival is None:
         return text

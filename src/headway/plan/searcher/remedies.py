@@ -1,4 +1,4 @@
-"""Finds changes that make a plan fit: what each would need, and how it would change the step time."""
+"""Finds changes that make a plan fit, with the memory that each needs and its effect on the step time."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import Node
 
 _KERNEL_GAP_S = 2e-6
-"""A kernel starts and drains, however little work it has."""
+"""Time for a kernel to start and drain, however little work it has."""
 
 
 class Kernel(NamedTuple):
@@ -27,7 +27,7 @@ class Kernel(NamedTuple):
 
 
 def launch_seconds(phase: str, constants: Calibration) -> float:
-    """Time of the host to launch one kernel in this phase of the step."""
+    """Time that the host takes to launch one kernel in this phase of the step."""
     factors = {
         "forward": constants.host_forward,
         "backward": constants.host_backward,

@@ -41,7 +41,7 @@ class Comparison:
     predicted_reserved: float
     measured_reserved: float | None
     fitted: bool
-    """The constants were fitted on this row, so that its time does not test them."""
+    """Whether the constants were fitted on this row; its time then does not test them."""
 
     @property
     def time_error(self) -> float:
@@ -60,7 +60,7 @@ class Measurement:
     rows: list[Comparison]
     calibration: Calibration
     notes: list[str] = field(default_factory=list)
-    """What these steps do not show, or why to doubt them."""
+    """Limits of the measurement, and reasons to doubt it."""
 
     def to_dict(self) -> dict[str, object]:
         """Returns plain values for JSON."""
@@ -141,7 +141,7 @@ def measure_module(
 
 
 def _batch_order(sizes: list[int | None]) -> list[int | None]:
-    """Puts the smallest batch first, in the middle and last: it shows the time of the host, which is noisy."""
+    """Puts the smallest batch first, in the middle and last: the host's time is fitted on it, and is noisy."""
     given = [size for size in sizes if size is not None]
     if not given:
         return sizes
@@ -162,9 +162,9 @@ def fit_calibration(
 ) -> tuple[Calibration, list[str]]:
     """Fits the host's time per kernel, and the device's scale at the batch size `chosen`.
 
-    The host takes as long for a small batch as for a large one, but longer in the forward pass than in the backward
-    pass, which runs no Python. The scale makes the predicted step as long as the measured one; it is unknown if the
-    host was slower than the device.
+    The host takes the same time for small and large batches, but longer in the forward pass than in the backward pass,
+    which runs no Python. The scale makes the predicted step as long as the measured one; it is unknown if the host was
+    slower than the device.
     """
     smallest = min(measured, key=lambda size: size or 0)
     source = f"measured with a batch of {chosen}" if chosen else "measured with one batch"
@@ -183,10 +183,10 @@ def fit_calibration(
 
 def find_anomalies(measured: Rows) -> list[str]:
     """Reports larger batches that took less time than smaller ones."""
-    took = sorted((size, _step_s(rows)) for size, rows in measured.items() if size is not None)
+    times = sorted((size, _step_s(rows)) for size, rows in measured.items() if size is not None)
     return [
         f"a batch of {large} took less time than one of {small}: other work slows this machine; measure again"
-        for (small, more), (large, less) in pairwise(took)
+        for (small, more), (large, less) in pairwise(times)
         if less < 0.9 * more
     ]
 
@@ -200,8 +200,8 @@ def _host(
 ) -> dict[str, float]:
     """Fits host seconds per kernel, and their ratio in each phase, on the smallest batch.
 
-    With a large batch the host waits for room in the launch queue, and in the optimizer for the device. On a CPU, host
-    and device are the same, and one row alone cannot separate them.
+    With a large batch, the host waits for room in the launch queue, and in the optimizer for the device. On a CPU, host
+    and device are the same, and a single batch size cannot separate them.
     """
     if "host_s" not in smallest[0]:
         return {} if smallest is chosen else {"kernel_s": _step_s(smallest) / found.launches}
@@ -335,20 +335,20 @@ _DRIVER_NAMES = {
     "MI355X": "mi355x-288",
     "MI355X OAM": "mi355x-288",
 }
-"""the names that drivers report, without the vendor's, and the catalog's"""
+"""Names that drivers report, without the vendor, and the devices of the catalog."""
 
 
 def _catalog_device(name: str) -> Device | None:
-    """Finds the catalog's device for the name that the driver reports; None for one that is not in the catalog.
+    """Finds the catalog's device for the name that the driver reports; None if the catalog does not have it.
 
-    The name must end with the whole words of an entry: a GH200, an H200 NVL and a slice of an H200 are no H200.
+    The name must end with the complete words of an entry: a GH200, an H200 NVL and a slice of an H200 do not match.
     """
     found = (entry for words, entry in _DRIVER_NAMES.items() if f" {name}".endswith(f" {words}"))
     return next((find_device(entry) for entry in found), None)
 
 
 def machine_here(name: str) -> tuple[Node, Calibration]:
-    """Returns node and constants for the device of this name here: what `calibrate` has written, or the catalog's."""
+    """Returns node and constants for this machine's device: as written by `calibrate`, or from the catalog."""
     known, file = _catalog_device(name), calibration_file()
     if file.is_file():
         node = Node.of(**checks.require_mapping(f"{file}: node", read_yaml(file).get("node")))  # type: ignore[arg-type]

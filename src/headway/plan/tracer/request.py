@@ -1,4 +1,4 @@
-"""Traces the user's own module without a GPU: peak memory by category, FLOPs, and the roofline of its kernels.
+"""Traces the user's module without a GPU: peak memory by category, FLOPs, and the roofline of its kernels.
 
 The trace runs in a process of its own (`headway.plan.tracer.process`), because some operations abort the interpreter.
 """
@@ -79,7 +79,7 @@ def estimate_module(
     extrapolate: tuple[str, int] | None = None,
     timeout: float = 600.0,
 ) -> Estimate:
-    """Estimates memory and time of one traced step; if it does not fit, also traces changes that may."""
+    """Estimates memory and time of one traced step; if it does not fit, also traces changes that may make it fit."""
     node = node or Node("h200-sxm1")
     constants, notes = scoped_calibration(calibration, node.device)
     found = trace_module(settings, extrapolate=extrapolate, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The result of a trace, and the estimate that follows from it."""
+"""The result of a trace, and the estimate made from it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TraceResult:
 
     @classmethod
     def of(cls, result: dict[str, Any]) -> TraceResult:
-        """Reads what the tracing process wrote."""
+        """Reads the result of the tracing process."""
         rows = result.get("kernels", [])
         kernels = [Kernel(str(name), float(flops), int(size)) for name, flops, size, _ in rows]
         return cls(
@@ -61,7 +61,7 @@ class TraceResult:
         return sum(kernel.flops * count for kernel, count in self.kernel_counts.items())
 
     def seconds(self, node: Node, constants: Calibration) -> tuple[float, float, float]:
-        """Seconds of matrix products and of other kernels on the device, and of launches on the host, in parallel."""
+        """Seconds of matrix products and other kernels on the device, and of launches on the host beside them."""
         products = others = 0.0
         for kernel, count in self.kernel_counts.items():
             if kernel.flops:
@@ -250,7 +250,7 @@ def _remedy(name: str, other: TraceResult, before: TraceResult, node: Node, cons
 
 
 def _states_only(title: str, found: TraceResult, settings: TraceSettings, node: Node) -> Estimate:
-    """Estimates from the model states alone: a lower bound, for a module that cannot run without data."""
+    """Estimates a lower bound from the model states alone, for a module that cannot run without data."""
     weights, gradients = (found.state_bytes.get(key, 0.0) for key in ("parameters", "gradients"))
     moments = OPTIMIZER_MOMENTS.get(settings.optimizer, 2)
     total = (weights + gradients * (1 + moments)) / settings.fsdp + node.device.context_bytes

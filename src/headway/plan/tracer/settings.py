@@ -1,4 +1,4 @@
-"""What to trace or measure: the user's functions by name, and how the step is run.
+"""Settings of a trace or a measurement: the user's functions by name, and how the step runs.
 
 The process that traces and the process that measures read the same settings, as JSON.
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 from headway.errors import UsageError
 from headway.plan import checks
 
-PRECISIONS = ("amp", "fp32", "pure-bf16")
+_PRECISIONS = ("amp", "fp32", "pure-bf16")
 _BUILT_IN = {
     "inputs": (),
     "loss": ("cross_entropy", "mse"),
     "optimizer": ("adamw", "adamw-fused", "adamw-foreach", "adam", "sgd", "sgd-momentum"),
 }
-"""Names that are not functions of the user."""
+"""Names that do not refer to functions of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class TraceSettings:
     """Recompute each repeated block in the backward pass."""
 
     def __post_init__(self) -> None:
-        checks.require_choice("precision", self.precision, PRECISIONS)
+        checks.require_choice("precision", self.precision, _PRECISIONS)
         for key in ("accumulate", "fsdp"):
             checks.require_int(key, getattr(self, key))
         if self.batch_size is not None:
@@ -61,7 +61,7 @@ class TraceSettings:
             raise UsageError(f"there is no file {place} in {Path.cwd()}; expected FILE.py:function")
 
     def to_dict(self) -> dict[str, object]:
-        """The settings as JSON values, in which every function has its file."""
+        """Returns JSON values in which every function is named with its file."""
         place = self.factory.rpartition(":")[0]
         values = asdict(self)
         for key, names in _BUILT_IN.items():

@@ -28,7 +28,7 @@ _LOADER_S = 5.0
 
 
 def measure_machine(directory: Path, loader: str | None) -> dict[str, Any]:
-    """Measures everything that `Calibration` and `Node` can use. What the machine lacks is left out."""
+    """Measures everything that `Calibration` and `Node` use, as far as the machine has it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = _device(device) | _arithmetic(device) | _storage(directory)
     if device.type == "cuda":
@@ -95,7 +95,7 @@ def _arithmetic(device: torch.device) -> dict[str, Any]:
 
 
 def _launch(device: torch.device) -> float:
-    """Seconds of the host per small eager operation."""
+    """Seconds that the host takes per small eager operation."""
     x = torch.zeros(1, device=device)
     return _timed(lambda: [x.add_(1) for _ in range(200)], device) / 200
 
@@ -109,7 +109,7 @@ def _transfers() -> dict[str, Any]:
 
 
 def _storage(directory: Path) -> dict[str, Any]:
-    """Measures a write with fsync, and a read that the page cache may serve, as its name says."""
+    """Measures a write with fsync, and a read that the page cache may serve."""
     block = os.urandom(1 << 20)
     with tempfile.NamedTemporaryFile(dir=directory, prefix="headway-probe-") as file:
         start = time.perf_counter()

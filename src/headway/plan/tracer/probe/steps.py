@@ -76,17 +76,17 @@ def _step(
     *,
     synchronize: bool,
 ) -> dict[str, float]:
-    """Seconds of one step, and of the host in each phase, which includes waiting for a full launch queue."""
+    """Seconds of one step, and of the host in each phase, including waits for a full launch queue."""
     if synchronize:
         torch.cuda.synchronize()
     device = "cuda" if synchronize else "cpu"
-    took = dict.fromkeys(_PHASES, 0.0)
+    host_s = dict.fromkeys(_PHASES, 0.0)
     start = last = time.perf_counter()
 
     def end(phase: str) -> None:
         nonlocal last
         before, last = last, time.perf_counter()
-        took[phase] += last - before
+        host_s[phase] += last - before
 
     for _ in range(settings.accumulate):
         with torch.autocast(device, torch.bfloat16, enabled=settings.precision == "amp"):
@@ -100,7 +100,7 @@ def _step(
     end("optimizer")
     if synchronize:
         torch.cuda.synchronize()
-    return {"step": time.perf_counter() - start, **took}
+    return {"step": time.perf_counter() - start, **host_s}
 
 
 def _build(settings: TraceSettings, batch_size: int | None, device: torch.device) -> tuple[Any, Any, Any]:
@@ -115,7 +115,7 @@ def _build(settings: TraceSettings, batch_size: int | None, device: torch.device
     model = made.cpu().train()
     if device.type == "cuda":  # the model is moved back below, as if it had been built on the CPU
         gc.collect()
-        # the workspaces of an earlier batch size would stay, and with them segments that a run of its own does not have
+        # workspaces of an earlier batch size would keep segments that a separate run does not have
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

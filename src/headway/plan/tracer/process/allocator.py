@@ -1,9 +1,9 @@
-"""A model of CUDA's caching allocator, replayed on the log of a step: reserved bytes, and what unsplit blocks add.
+"""A model of CUDA's caching allocator, replayed on the log of a step: reserved bytes, and remainders of unsplit blocks.
 
-The rules are those of torch's allocator with default options. Requests are rounded to 512 bytes. Those up to 1 MiB come
-from segments of 2 MiB, those under 10 MiB from segments of 20 MiB, larger ones from segments of their own, rounded to
-2 MiB. The smallest free block that fits is used, of equal ones that with the lowest address, and split if more than
-1 MiB (512 bytes in small segments) is left. Segments are taken to have rising addresses.
+The rules are those of torch's allocator with default options. Requests are rounded to 512 bytes. Requests up to 1 MiB
+come from segments of 2 MiB, requests under 10 MiB from segments of 20 MiB, and each larger one from its own segment,
+rounded to 2 MiB. The smallest free block that fits is used, at the lowest address if several are equal, and split if
+more than 1 MiB (512 bytes in small segments) is left. Addresses of segments are assumed to rise.
 """
 
 from __future__ import annotations

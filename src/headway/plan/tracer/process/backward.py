@@ -1,6 +1,6 @@
 """A backward pass that calls the nodes of autograd's graph one by one.
 
-Autograd's own engine cannot be used in a process that was forked after CUDA had started: it starts a thread for each
+Autograd's own engine cannot run in a process that was forked after CUDA was initialized: it starts a thread for each
 device. Tensors without data need no threads, only the same operations in the same order.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 _NUMBERS = count(1)
-"""Checkpointed blocks are recomputed once per backward pass, which they know by its number."""
+"""Numbers of backward passes: a checkpointed block recomputes once per number."""
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """Computes the gradients of all leaves, and frees what each node has saved as soon as it has run.
+    """Computes the gradients of all leaves, and frees the saved tensors of each node as soon as it has run.
 
-    The caller must not keep the loss: the graph would be kept with it.
+    The caller must not keep a reference to the loss, which would keep the graph alive.
     """
     node, ones = loss.grad_fn, torch.ones_like(loss)
     del loss
@@ -36,7 +36,7 @@ def run_backward(loss: torch.Tensor) -> None:
 
 
 class _Graph:
-    """Nodes with their gradients so far. The latest of those that all their users have reached is next."""
+    """Nodes with their gradients so far. A node is ready when all its users have run; the latest of these is next."""
 
     def __init__(self, root: Any) -> None:
         self._users: dict[Any, int] = {root: 0}
@@ -56,7 +56,7 @@ class _Graph:
         buffer = self._gradients.setdefault(node, [None] * len(node._input_metadata))
         if gradient is not None:
             meta = node._input_metadata[number]
-            gradient = gradient.sum_to_size(meta.shape).to(meta.dtype)  # a node may leave both to the engine
+            gradient = gradient.sum_to_size(meta.shape).to(meta.dtype)  # as the engine does for nodes
             buffer[number] = gradient if buffer[number] is None else buffer[number] + gradient
         self._users[node] -= 1
         if self._users[node] <= 0:
@@ -66,7 +66,7 @@ class _Graph:
             del self._users[node]
 
     def pop(self) -> tuple[Any, list[Any]] | None:
-        """Returns the next node and its gradients, and forgets both."""
+        """Removes the next node and its gradients, and returns them."""
         if not self._ready:
             return None
         node = heapq.heappop(self._ready)[2]
@@ -97,9 +97,9 @@ def _accumulate(leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 
 def _called(node: Any, gradients: list[Any]) -> tuple[Any, ...]:
-    """Calls a node of torch's own, or a function of a user's, which wants zeros for gradients that there are not."""
-    users_own = isinstance(node, BackwardCFunction)
-    if users_own:
+    """Calls a node of torch, or of a user's autograd function, which expects zeros for missing gradients."""
+    is_custom = isinstance(node, BackwardCFunction)
+    if is_custom:
         full = [
             torch.zeros(meta.shape, dtype=meta.dtype) if gradient is None else gradient
             for gradient, meta in zip(gradients, node._input_metadata, strict=True)

@@ -1,8 +1,8 @@
 """Makes a CPU trace use memory as CUDA would.
 
-Tensors in a trace have no data; only what operations save matters. Where CPU kernels save other tensors than CUDA's
-(dropout, RMS norm, attention with dropout, recurrent layers) or autocast chooses other precisions, the behavior of CUDA
-replaces that of the CPU. All of this happens in the tracing process only.
+Tensors in a trace have no data; only the tensors that operations save matter. Where CPU kernels save other tensors than
+CUDA kernels (dropout, RMS norm, attention with dropout, recurrent layers), or autocast chooses other precisions, CUDA's
+behavior replaces the CPU's. All of this happens in the tracing process only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _skip_initialization() -> None:
 
 
 def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """Replaces the method behind `.to()` and `.bfloat16()`: torch's own refuses tensors without data."""
+    """Replaces the method behind `.to()` and `.bfloat16()`, which refuses tensors without data."""
     if recurse:
         for child in self.children():
             child._apply(fn)  # type: ignore[no-untyped-call]
@@ -87,8 +87,8 @@ def _is_16_bit(value: Any) -> bool:
 def _to_fp32(operation: Callable[..., Any], keys: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            asked = [kwargs.get("dtype"), *args[1:]]
-            if _is_16_bit(args[0]) and not any(isinstance(value, torch.dtype) for value in asked):
+            given = [kwargs.get("dtype"), *args[1:]]
+            if _is_16_bit(args[0]) and not any(isinstance(value, torch.dtype) for value in given):
                 kwargs["dtype"] = torch.float32
             return operation(*args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""Grouped matrix products, as models with experts use them, in the precisions that CUDA computes them in.
+"""Grouped matrix products, as models with experts use them, in the precisions that CUDA supports.
 
-torch's rule for tensors without data refuses all but bf16; the kernels on devices also take fp32 and fp16. Autocast has
+torch's rule for tensors without data accepts bf16 only; the kernels on devices also accept fp32 and fp16. Autocast has
 no rule for them: under amp, experts with fp32 weights are multiplied in fp32.
 """
 
@@ -28,7 +28,7 @@ def _shape(
     bias: torch.Tensor | None = None,  # noqa: ARG001 - torch's own signature
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Two matrices are cut along what they sum over: one product per group. Otherwise groups are cut along rows."""
+    """Two matrices are split along the summed dimension: one product per group. Otherwise groups are ranges of rows."""
     groups = [] if offs is None else [len(offs)]
     if left.dim() == right.dim() == 2:
         shape = [*groups, left.shape[0], right.shape[1]]
@@ -40,7 +40,7 @@ def _shape(
 
 
 def _flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> float:
-    """A group multiplies its own rows: together as many as without groups."""
+    """A group multiplies its own rows only: the sum is the same as without groups."""
     if left.dim() == right.dim() == 3:
         return 2.0 * math.prod(left.shape) * right.shape[2]
     return 2.0 * math.prod(left.shape[-2:]) * right.shape[-1]

@@ -1,4 +1,4 @@
-"""Logs every storage that a step allocates and frees, in the sizes that the CUDA allocator would count."""
+"""Logs every storage that a step allocates and frees, in the sizes that the CUDA allocator counts."""
 
 from __future__ import annotations
 
@@ -65,10 +65,12 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in (torch.Tensor, FakeTensor, nn.Parameter) for kind in types):
             return NotImplemented  # a sharded tensor: its local shards are dispatched here one by one
         if func is _DEVICE:
-            return func(*args)  # two of three calls ask where a tensor is, and allocate nothing
+            return func(*args)  # two of three calls only read the device of a tensor
         if func is _RANDOM and not args[0]:
             with unset_fake_temporarily():
-                return torch.tensor(0.5)  # a model that draws one number decides by it, as layer drop does
+                return torch.tensor(
+                    0.5
+                )  # a model that draws a single number branches on it, as LayerDrop does
         small = _SMALL_ELEMENTS if self.phase == "build" else 1
         if _is_small_table(func, args, kwargs or {}, small):
             # models read such values (drop rates, widths, tables) while they are built
@@ -218,7 +220,7 @@ Sizes = dict[str, int]
 
 
 def replay_peak(meter: MemoryMeter, unlabeled: dict[str, str], start: int) -> tuple[Sizes, Sizes]:
-    """Returns the bytes of what was alive at the peak from event `start` on, by label and by module.
+    """Returns the bytes alive at the peak from event `start` on, by label and by module.
 
     `unlabeled` names storages without a label by the phase that allocated them.
     """

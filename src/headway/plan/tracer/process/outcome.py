@@ -1,4 +1,4 @@
-"""Runs a step and describes its outcome as JSON values: its memory and kernels, or why it could not be traced."""
+"""Runs a step and returns the outcome as JSON values: memory and kernels, or why it could not be traced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNLABELED = {
 
 
 def trace_step(step: StepTracer) -> dict[str, Any]:
-    """Runs the step; returns what `TraceResult.of` reads."""
+    """Runs the step; returns the values that `TraceResult.of` reads."""
     try:
         step.run()
         return _result(step)
@@ -68,7 +68,7 @@ def _result(step: StepTracer) -> dict[str, Any]:
 
 
 def _failure(step: StepTracer, message: str) -> dict[str, Any]:
-    """Reports what is known of a module that did not run: its model states."""
+    """Reports the model states of a module that did not run."""
     return {
         "error": message,
         "parameters": step.parameters,

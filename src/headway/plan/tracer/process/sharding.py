@@ -1,4 +1,4 @@
-"""FSDP2 in one process: a fake process group, in which shards and gathered weights have their real sizes."""
+"""FSDP2 in one process: in a fake process group, shards and gathered weights have their real sizes."""
 
 from __future__ import annotations
 

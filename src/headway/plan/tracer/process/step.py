@@ -52,9 +52,9 @@ class TrainingSetup:
 
 @final
 class StepTracer:
-    """Builds and runs the step; after a failure it still knows what was built.
+    """Builds and runs the step. After a failure, the counts of the model that was built remain.
 
-    `make` builds it under the meter; by default it is what the settings name.
+    `make` builds the training setup under the meter; by default, from the functions that the settings name.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class StepTracer:
         return torch.stack([leaf.float().mean() for leaf in leaves]).sum()
 
     def _name_modules(self, model: nn.Module) -> None:
-        """Lets the meter know which module's forward is running."""
+        """Sets `meter.module` to the module whose forward is running."""
         meter = self.meter
         for name, module in model.named_modules():
             stack: list[str] = []
