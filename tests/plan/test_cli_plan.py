@@ -38,15 +38,15 @@ def plan_file(tmp_path: Path) -> Path:
 
 def test_a_plan_file_fits(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.main([str(plan_file)]) == 0
-    said = capsys.readouterr().out
-    assert "fits: needs" in said and "GiB" in said and "memory.needed" in said and "run.cost" in said
+    output = capsys.readouterr().out
+    assert "fits: needs" in output and "GiB" in output and "memory.needed" in output and "run.cost" in output
 
 
 def test_a_plan_that_does_not_fit_exits_3(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_file.write_text(GOOD.replace("h200-sxm8", "aws-p4d"))
     assert verb.main([str(plan_file)]) == 3
-    said = capsys.readouterr().out
-    assert "does not fit: needs" in said and "->" in said
+    output = capsys.readouterr().out
+    assert "does not fit: needs" in output and "->" in output
 
 
 def test_json_save_and_html(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +62,8 @@ def test_json_save_and_html(plan_file: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_explain(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.main([str(plan_file), "--explain", "memory.needed"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("memory.needed = ") and "formula: allocated x" in said and "source:" in said
+    output = capsys.readouterr().out
+    assert output.startswith("memory.needed = ") and "formula: allocated x" in output and "source:" in output
 
 
 def test_search(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,8 +109,8 @@ def test_presets_answer_without_torch() -> None:
 
 def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.main(["list"]) == 0
-    said = capsys.readouterr().out
-    assert "deepseek-v3" in said and "h200-sxm8       8 x h200-sxm-141, 3200 Gb/s" in said
+    output = capsys.readouterr().out
+    assert "deepseek-v3" in output and "h200-sxm8       8 x h200-sxm-141, 3200 Gb/s" in output
     assert verb.main(["list", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert "deepseek-v3" in facts["presets"]
@@ -159,7 +159,7 @@ def test_mistakes_exit_2_with_one_sentence(argv: list[str], sentence: str) -> No
     except UsageError as error:
         assert error.exit_code == 2 and sentence in str(error) and "\n" not in str(error)
     else:
-        pytest.fail("nothing was said")
+        pytest.fail("nothing was printed")
 
 
 def test_import_dlcalc_prints_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,13 +182,13 @@ hardware: {node_type: p4de.24xlarge}
 
 def test_a_group_of_answers_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.main(["preset", "gpt2", "--explain", "flops"]) == 0
-    said = capsys.readouterr().out
-    assert [line.split(" = ")[0] for line in said.splitlines() if " = " in line] == [
+    output = capsys.readouterr().out
+    assert [line.split(" = ")[0] for line in output.splitlines() if " = " in line] == [
         "flops.full",
         "flops.causal",
         "flops.hardware",
     ]
-    assert said.count("formula: ") == said.count("source: ") == 3
+    assert output.count("formula: ") == output.count("source: ") == 3
 
 
 def test_every_answer_explains_itself() -> None:
@@ -301,9 +301,9 @@ def test_a_search_takes_the_flags_of_a_preset(capsys: pytest.CaptureFixture[str]
     flags = ["--dp", "4", "--tp", "2", "--zero", "1", "--global-batch", "64", "--precision", "amp"]
     run = ["--node", "dgx-h100", "--tokens", "1e9", "--price-per-hour", "30"]
     assert verb.main(["search", "gpt2", "--gpus", "8", *flags, *run]) == 0
-    said = capsys.readouterr().out
-    assert "dp4 tp2 zero1 mb1, which was given, takes" in said and "most of the difference is" in said
-    assert "run.cost = " in said and "tensor parallel 8 in the node, ZeRO 1 across: not possible" in said
+    output = capsys.readouterr().out
+    assert "dp4 tp2 zero1 mb1, which was given, takes" in output and "most of the difference is" in output
+    assert "run.cost = " in output and "tensor parallel 8 in the node, ZeRO 1 across: not possible" in output
     assert verb.main(["search", "gpt2", "--gpus", "8", "--global-batch", "64", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["run"] == {} and not any("which was given" in reason for reason in found["reasons"])
@@ -442,6 +442,8 @@ def test_more_samples_than_the_devices_can_do_are_doubted(capsys: pytest.Capture
     ]
     for rate, doubted in (("5", False), ("500", True)):
         assert verb.main([*argv, rate, "--json"]) == 0
-        told = capsys.readouterr()
-        assert json.loads(told.out)["rate.tokens"] > 0
-        assert (f"--sps {rate} is " in told.err and "of what the devices can do" in told.err) == doubted
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["rate.tokens"] > 0
+        assert (
+            f"--sps {rate} is " in captured.err and "of what the devices can do" in captured.err
+        ) == doubted

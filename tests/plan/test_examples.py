@@ -55,5 +55,5 @@ def test_the_python_on_the_page_prints_what_it_says(capsys: pytest.CaptureFixtur
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "print" in block
     )
     exec(compile(code, str(PAGE), "exec"), {})
-    said = re.search(r"time\.step\"\]\)\s+# (.*)", code)
-    assert said and capsys.readouterr().out.splitlines()[-1] == said[1]
+    comment = re.search(r"time\.step\"\]\)\s+# (.*)", code)
+    assert comment and capsys.readouterr().out.splitlines()[-1] == comment[1]

@@ -59,8 +59,8 @@ def test_the_plan_of_the_registered_model_is_right_and_a_lie_is_found(tmp_path: 
     step = [row["plan/step"] for row in rows if "plan/step" in row]
     print(f"memory {memory[-1] - 1:+.2%}, step {step[-1] - 1:+.1%} of", plan["answers"]["time.step"])
     assert abs(memory[-1] - 1) < 0.02
-    told = [row["text"] for row in jsonlines.read(run / "events.jsonl") if row["kind"] == "plan"]
-    assert not [text for text in told if "memory" in text]
+    texts = [row["text"] for row in jsonlines.read(run / "events.jsonl") if row["kind"] == "plan"]
+    assert not [text for text in texts if "memory" in text]
 
     for bound in ("value", "low", "high"):
         plan["answers"]["memory.allocated"][bound] /= 2
@@ -68,5 +68,5 @@ def test_the_plan_of_the_registered_model_is_right_and_a_lie_is_found(tmp_path: 
     lie.write_text(json.dumps(plan))
     dist.leave()
     other = train(tmp_path / "others", lie)
-    told = [row["text"] for row in jsonlines.read(other / "events.jsonl") if row["kind"] == "plan"]
-    assert len([text for text in told if "memory of rank 0: " in text]) == 1
+    texts = [row["text"] for row in jsonlines.read(other / "events.jsonl") if row["kind"] == "plan"]
+    assert len([text for text in texts if "memory of rank 0: " in text]) == 1

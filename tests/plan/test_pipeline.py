@@ -151,16 +151,16 @@ def test_no_bubble_without_a_pipeline() -> None:
 def test_the_bubble_that_is_told_is_the_one_that_is_timed() -> None:
     """Equal stages: the part of the step over the busy time is `time.bubble`, also of a zero-bubble schedule."""
     model, node = Transformer(layers=16, hidden=1024, heads=8, vocab=1, context=1024), Node("dgx-h100")
-    for schedule, vpp, told in (("1f1b", 1, 3 / 8), ("1f1b", 2, 3 / 16), ("zero-bubble", 1, 1 / 8)):
+    for schedule, vpp, bubble in (("1f1b", 1, 3 / 8), ("1f1b", 2, 3 / 16), ("zero-bubble", 1, 1 / 8)):
         layout = Layout(pp=4, vpp=vpp, global_batch=8, schedule=schedule)  # type: ignore[arg-type]
         found = estimate(model, layout, node).answers
-        assert found["time.bubble"].value == pytest.approx(told)
+        assert found["time.bubble"].value == pytest.approx(bubble)
         busy = [
             answer.value
             for name, answer in found.items()
             if name.startswith("time.part.") and name.split(".")[2] not in BESIDE_THE_BUBBLE
         ]
-        assert found["time.part.pipeline bubble"].value / sum(busy) == pytest.approx(told, rel=0.02)
+        assert found["time.part.pipeline bubble"].value / sum(busy) == pytest.approx(bubble, rel=0.02)
 
 
 BESIDE_THE_BUBBLE = ("pipeline bubble", "optimizer", "data parallel", "stragglers")
@@ -221,19 +221,19 @@ def test_zero_bubble_gains_nothing_where_everything_is_recomputed() -> None:
     """The input of a layer is a sixteenth of what its weight gradients need: eight ranks have no memory to delay
     even one."""
     model, node = preset("llama-3.1-70b"), Node("dgx-h100")
-    told = {}
+    bubble = {}
     for schedule, recompute in product(("1f1b", "zero-bubble"), ("none", "modules", "full")):
         layout = Layout(
             tp=8, pp=8, dp=2, sequence_parallel=True, zero=1, global_batch=64, schedule=schedule, recompute=recompute
         )  # type: ignore[arg-type]  # fmt: skip
         plan = estimate(model, layout, node)
-        told[schedule, recompute] = plan.answers["time.bubble"].value
+        bubble[schedule, recompute] = plan.answers["time.bubble"].value
         split = any(each.direction == "weights" for each in schedule_passes(plan)[0])
         assert split == (schedule == "zero-bubble" and recompute != "full")
-    once = told["1f1b", "none"]
-    assert told["zero-bubble", "none"] == pytest.approx(once / 3)
-    assert once / 3 < told["zero-bubble", "modules"] < once * 2 / 3
-    assert told["zero-bubble", "full"] == pytest.approx(once)
+    once = bubble["1f1b", "none"]
+    assert bubble["zero-bubble", "none"] == pytest.approx(once / 3)
+    assert once / 3 < bubble["zero-bubble", "modules"] < once * 2 / 3
+    assert bubble["zero-bubble", "full"] == pytest.approx(once)
 
 
 def _needs_zero_bubble(rank: int, direction: str, microbatch: int, p: int) -> list[tuple[int, str, int]]:

@@ -39,8 +39,8 @@ def test_the_layout_of_llama_3_is_reached() -> None:
     assert sum(row.seconds < theirs.seconds for row in found.ranked) <= 3
     near = next(row for row in found.ranked if row.layout.tp == 8 and row.layout.pp == 16 and row.safe)
     assert near.seconds < 1.03 * theirs.seconds
-    told = next(reason for reason in found.reasons if "which was given, takes" in reason)
-    assert "it may not fit: it needs 78 to 91 GiB of 79" in told and "most of the difference is " in told
+    reason = next(reason for reason in found.reasons if "which was given, takes" in reason)
+    assert "it may not fit: it needs 78 to 91 GiB of 79" in reason and "most of the difference is " in reason
 
 
 @pytest.mark.parametrize("microbatches", [[1], None], ids=["small", "all"])
@@ -69,11 +69,11 @@ def test_the_layout_of_deepseek_v3_is_reached(
     assert found.best is not None and own.seconds < 1.03 * found.best.seconds
     assert own.seconds == pytest.approx(180e3 * 3600 / 1e12 * 15360 * 4096 / 2048, rel=0.15)
     other = replace(theirs, ep=32)
-    told = [
+    sentences = [
         _compared(model, node, default_calibration(node.device), found.best, each) for each in (theirs, other)
     ]
-    assert told[0] in found.reasons and all("which was given, " in each for each in told)
-    assert "it may not fit" in told[1] and "most of the difference is " in told[1]
+    assert sentences[0] in found.reasons and all("which was given, " in each for each in sentences)
+    assert "it may not fit" in sentences[1] and "most of the difference is " in sentences[1]
     folded = [row.layout for row in found.ranked if row.layout.expert_tp == 1 and row.layout.tp > 1]
     assert folded  # experts over tensor-parallel ranks
 
@@ -244,8 +244,8 @@ def test_a_layout_is_estimated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.plan.searcher.layouts.step_time", counted("step_time", step_time))
     found = search(preset("llama-3.1-70b"), DGX, gpus=64, global_batch=128, base=Layout(sequence=8192))
     assert found.tried > 1_000
-    bisected, told = 8 * 200, 10  # layouts that recompute in fewer layers, and those of the reasons
-    assert found.fitting <= counts["step_time"] <= found.fitting + told
+    bisected, compared = 8 * 200, 10  # layouts that recompute in fewer layers, and those of the reasons
+    assert found.fitting <= counts["step_time"] <= found.fitting + compared
     assert counts["peak"] < 0.7 * found.tried + bisected
 
 

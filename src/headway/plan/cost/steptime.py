@@ -120,10 +120,8 @@ def _stage_seconds(
 
 def _stage_work(model: Transformer, layout: Layout, node: Node, constants: Calibration) -> list[_Work]:
     """The work of each stage for one microbatch; an encoder is on the only stage."""
-    own = _layer_costs(model, layout, node, constants)
-    if layout.recompute_layers is None:
-        plain = own
-    else:
+    own = plain = _layer_costs(model, layout, node, constants)
+    if layout.recompute_layers is not None:
         saving = replace(layout, recompute="none", recompute_layers=None)
         plain = _layer_costs(model, saving, node, constants)
     work: list[_Work] = []

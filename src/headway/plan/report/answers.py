@@ -10,7 +10,7 @@ from headway.plan.machine.hardware import Device, Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 from headway.plan.report.bounds import TimeBounds
-from headway.plan.report.quantity import Quantity, Source, approximate, exact
+from headway.plan.report.quantity import Quantity, Source, Unit, approximate, exact
 
 Answers = dict[str, Quantity]
 
@@ -139,18 +139,14 @@ def time_answers(
     found["time.bubble"] = _bubble(model, layout)
     samples = layout.global_batch / seconds
     per_gpu = samples * sequence / layout.gpus
-    found["rate.samples"] = approximate(
-        samples, 1 / high, 1 / low, "samples/s", formula="global batch / time.step"
-    )
-    found["rate.tokens"] = approximate(
-        samples * sequence, 1 / high, 1 / low, "tokens/s", formula="rate.samples x sequence"
-    )
-    found["rate.tokens_per_day"] = approximate(
-        samples * sequence * 86400, 1 / high, 1 / low, formula="rate.tokens x 86,400 s"
-    )
-    found["rate.tokens_per_gpu"] = approximate(
-        per_gpu, 1 / high, 1 / low, "tokens/s", formula="rate.tokens / GPUs"
-    )
+
+    def rate(value: float, unit: Unit, formula: str) -> Quantity:
+        return approximate(value, 1 / high, 1 / low, unit, formula=formula)
+
+    found["rate.samples"] = rate(samples, "samples/s", "global batch / time.step")
+    found["rate.tokens"] = rate(samples * sequence, "tokens/s", "rate.samples x sequence")
+    found["rate.tokens_per_day"] = rate(samples * sequence * 86400, "", "rate.tokens x 86,400 s")
+    found["rate.tokens_per_gpu"] = rate(per_gpu, "tokens/s", "rate.tokens / GPUs")
     peak = node.device.precision_peak(layout.precision)
     of = f"{peak / 1e12:g} TFLOP/s ({'fp8' if peak != node.device.peak_flops else '16-bit'}, dense)"
     full = flops.model_flops_per_token(model, sequence, "full")
@@ -164,11 +160,5 @@ def time_answers(
         found[f"flops.{key}"] = exact(count, "FLOP/token", formula=text)
         use = flops.utilization(count, per_gpu, peak)
         name = "hfu" if key == "hardware" else f"mfu.{key}"
-        found[name] = approximate(
-            use,
-            1 / high,
-            1 / low,
-            "share",
-            formula=f"flops.{key} x rate.tokens_per_gpu / {of}",
-        )
+        found[name] = rate(use, "share", f"flops.{key} x rate.tokens_per_gpu / {of}")
     return found
