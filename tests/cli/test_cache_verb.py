@@ -34,7 +34,7 @@ def test_what_is_kept_is_listed_and_swept(
     said = capsys.readouterr().out
     assert "in use" in said and "1 shard under " in said
     assert main(["cache", "sweep", *where]) == 0
-    assert "removed 0 B; " in (said := capsys.readouterr().out) and "a job uses them" in said
+    assert "removed 0 B; " in (said := capsys.readouterr().out) and "in use by a job" in said
     (folder,) = tmp_path.glob("headway-cache-*")
     (folder / f"{'0' * 32}-5.part").write_bytes(bytes(8192))
     assert main(["cache", "sweep", *where, "--json"]) == 0

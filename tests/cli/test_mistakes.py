@@ -163,7 +163,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(verb: str, tmp_path: Path) -> 
 
 def test_an_empty_word_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "list", ""]) == 2
-    assert "unrecognized arguments: an empty word" in capsys.readouterr().err
+    assert "unrecognized arguments: an empty argument" in capsys.readouterr().err
 
 
 def test_a_directory_that_is_gone_is_named(
@@ -174,7 +174,7 @@ def test_a_directory_that_is_gone_is_named(
     os.chdir("gone")
     Path("../gone").rmdir()
     assert main(["run", "missing.py"]) == 2
-    assert "headway: the working directory does not exist any more" in capsys.readouterr().err
+    assert "headway: the working directory no longer exists" in capsys.readouterr().err
 
 
 def test_no_directory_for_temporary_files_is_named(

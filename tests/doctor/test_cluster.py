@@ -373,6 +373,8 @@ def test_the_job_of_an_examination_has_nothing_of_a_run(
 
 def test_options_of_a_job_need_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert headway(["doctor", "--gpus-per-node", "8"]) == 2
-    assert "--gpus-per-node is for nodes of a cluster: say how many by --nodes" in capsys.readouterr().err
+    assert (
+        "--gpus-per-node is for nodes of a cluster: give their number with --nodes" in capsys.readouterr().err
+    )
     assert headway(["doctor", "--nodes", "2", "--no-canary"]) == 2
     assert headway(["doctor", "--nodes", "2", "--requeue"]) == 2

@@ -18,22 +18,22 @@ from headway.system.log import escape_controls, install_handler
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
-    "cache": "the shards that your jobs keep on this node; remove what killed jobs left",
+    "cache": "list the shards that your jobs keep on this node, or remove those of killed jobs",
     "checkpoint": "show or verify a checkpoint, or export its weights as safetensors",
-    "compare": "runs side by side: settings that differ, state, and metrics",
-    "completion": "a script that completes headway in bash, zsh or fish",
-    "data": "datasets and their shards: list, count, add, pack, index, check, bench",
-    "demo": "a tour on this machine: a small training is killed, resumed, and compared with one that was not",
-    "doctor": "what this machine is, or nodes of a cluster, and whether they are fit to train: a verdict per line",
-    "plan": "memory, time and cost before a run: of a layout, of your own module, or the best layouts",
+    "compare": "show runs side by side: settings that differ, state, and metrics",
+    "completion": "print a completion script for bash, zsh or fish",
+    "data": "list, count, add, pack, index, check or measure datasets and their shards",
+    "demo": "take a tour on this machine: a small training is killed, resumed, and compared with an uninterrupted one",
+    "doctor": "check whether this machine, or nodes of a cluster, are fit to train",
+    "plan": "estimate memory, time and cost of a layout or of your own module, or search the best layouts",
     "verify-resume": "kill a script at four points, resume it, and compare every step to the last bit",
-    "resume": "start a stopped or failed run again, the way it was started",
+    "resume": "restart a stopped or failed run as it was started",
     "run": "run a script here, on N processes that start and end together",
     "runs": "list runs: queued, running, done, stopped or failed, and why",
-    "watch": "a live screen of a run: state, losses, speed, ranks, checkpoints, messages",
-    "web": "runs in a browser: live curves, ranks, settings, logs, sweeps; on this machine only",
-    "report": "a run as one HTML file: curves, where the time went, settings, code, failure",
-    "submit": "a SLURM job that runs the code as it is now, and resumes by itself after a preemption",
+    "watch": "show a run live in the terminal: state, losses, speed, ranks, checkpoints, messages",
+    "web": "show runs in a browser: live curves, ranks, settings, logs, sweeps",
+    "report": "write a run as one HTML file: curves, where the time went, settings, code, failure",
+    "submit": "submit a SLURM job that runs the code as it is now, and resumes after a preemption",
 }
 
 _HELP = """\
@@ -60,7 +60,7 @@ def help_text() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code. A `HeadwayError`, and a file that fails, is printed as one sentence."""
+    """Runs one verb and returns its exit code. Prints a `HeadwayError`, or an error of a file, as one sentence."""
     install_handler()
     _allow_any_text()
     args = list(sys.argv[1:] if argv is None else argv)
@@ -77,14 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     except OSError as error:
         return _report_storage(error)
-    except SystemExit as left:
-        if isinstance(left.__context__, BrokenPipeError):  # the same, where rich was printing
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # rich turns a closed pipe into SystemExit
             return DONE
         raise
 
 
 def _allow_any_text() -> None:
-    """Lets names be printed that the terminal's encoding does not have, such as those of files that are not UTF-8."""
+    """Escapes characters that the terminal's encoding lacks, as in names of files that are not UTF-8."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -95,7 +95,7 @@ def _report(error: HeadwayError) -> int:
 
 
 def _report_storage(error: OSError) -> int:
-    """Reports a file that may not be read, or a disk that is full; raises what is about anything else."""
+    """Reports a file that cannot be read, or a full disk; raises any other error again."""
     if error.filename is not None:
         name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
         return _report(StorageError(f"{name}: {error.strerror}; check its owner, mode and file system"))
@@ -106,7 +106,7 @@ def _report_storage(error: OSError) -> int:
                     f"{error.strerror or error}; for temporary files, TMPDIR names another directory"
                 )
             )
-        return _report(UsageError("the working directory does not exist any more: cd to one that does"))
+        return _report(UsageError("the working directory no longer exists: cd to one that does"))
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         raise error
     _discard_output()
@@ -122,7 +122,7 @@ def _has_working_directory() -> bool:
 
 
 def _discard_output() -> None:
-    """Makes Python write what is still buffered to nowhere when it exits: else it would fail again."""
+    """Discards buffered output: flushing it at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

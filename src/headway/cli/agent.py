@@ -10,9 +10,9 @@ _EXAMPLES = """\
 examples:
   srun --nodes=2 --ntasks-per-node=1 headway agent --nproc 8 train.py    eight ranks on each of two nodes
   mpirun -n 4 headway agent train.py                                     four ranks
-  headway agent --run runs/digits-2026.11.15-14.30-x7k2                  what `headway submit` has prepared
+  headway agent --run runs/digits-2026.11.15-14.30-x7k2                  a run that `headway submit` has prepared
 
-Agents find each other by the variables of srun or mpirun, through a directory that all of them can write: the run
+Agents find each other through the variables of srun or mpirun and a directory that all of them can write: the run
 directory, or $HEADWAY_RUNS (default: runs). Exit codes are those of `headway run`.
 """
 

@@ -1,4 +1,4 @@
-"""`headway cache`: lists the node cache, and removes what killed jobs left in it."""
+"""`headway cache`: lists the node cache, and removes shards of killed jobs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _USAGE = """\
 usage: headway cache ls | sweep [--path /dev/shm]
 
   headway cache ls          the shards that your jobs keep on this node, and which of them are in use
-  headway cache sweep       remove what killed jobs left behind; everything, if no job of yours uses the cache now
+  headway cache sweep       remove the shards of killed jobs; all shards, if no job of yours uses the cache now
 
 The last process that uses the cache removes it; sweep is for processes that were killed, and safe at any time.
-In the epilog of a cluster, as the user of the job: headway cache sweep
+Administrators can call it in the epilog of a cluster, as the user of the job.
 """
 
 
@@ -28,7 +28,7 @@ class CacheOptions:
     path: Path = Path("/dev/shm")
     """where the cache is, as given to NodeCache(path=...)"""
     json: bool = False
-    """print facts for programs"""
+    """print JSON"""
 
 
 def main(argv: list[str]) -> int:
@@ -69,6 +69,6 @@ def _sweep(argv: list[str]) -> int:
     if options.json:
         print_json({"removed_bytes": removed, "left_bytes": sum(entry.bytes for entry in left)})
         return DONE
-    kept = f"; {format_bytes(sum(entry.bytes for entry in left))} stay, a job uses them" if left else ""
+    kept = f"; {format_bytes(sum(entry.bytes for entry in left))} are in use by a job" if left else ""
     print(f"removed {format_bytes(removed)}{kept}")
     return DONE

@@ -26,16 +26,16 @@ _MOST_ROWS = 1000
 _USAGE = """\
 usage: headway checkpoint show PATH | verify PATH | export PATH OUT.safetensors
 
-  headway checkpoint show runs/digits-...           all checkpoints, which is the newest and which the best, and the
-                                                    newest one's tensors by module: shapes, types, bytes, totals
+  headway checkpoint show runs/digits-...           all checkpoints, with the newest and the best marked, and the
+                                                    tensors of the newest by module: shapes, types, bytes, totals
   headway checkpoint show model.safetensors         the same for a plain file; also for model.pt and for a directory of
                                                     torch's distributed checkpointing: nothing in them is executed
-  headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare
-  headway checkpoint export PATH net.safetensors --part models.net    plain weights, from however many ranks
+  headway checkpoint verify runs/digits-...         read every byte of every checkpoint and compare checksums
+  headway checkpoint export PATH net.safetensors --part models.net    plain weights, saved by any number of ranks
   headway checkpoint export PATH adapter --adapter lm   the LoRA adapter of a model, as a directory that peft reads
 
-PATH is a checkpoint (step-000000001000), a run (its directory, its id, or the beginning or end of that), or a directory
-of checkpoints; of several, show and export take the newest. `headway checkpoint VERB --help` explains a verb.
+PATH is a checkpoint (step-000000001000), a run (its directory, its id, or the beginning or end of its id), or a
+directory of checkpoints, of which show and export take the newest. `headway checkpoint VERB --help` explains a verb.
 
 Exit codes: 0 intact, 2 bad input, 74 storage failed, 86 damaged.
 """
@@ -45,12 +45,12 @@ Exit codes: 0 intact, 2 bad input, 74 storage failed, 86 damaged.
 class _CheckpointOptions:
     path: Annotated[Path, Positional("PATH")]
     root: str = "runs"
-    """where a run is looked for that is named by its id"""
+    """where ids of runs are looked up"""
     json: bool = False
-    """print facts for programs"""
+    """print JSON"""
 
     def place(self) -> Path:
-        """Returns the path, or the directory of the run that it names by its id, or by a beginning or end of that."""
+        """Returns the path, or the directory of the run whose id it is, or the beginning or end of whose id."""
         if os.path.lexists(self.path) or not (found := find_runs(str(self.path), self.root)):
             return self.path
         run, *more = found
@@ -64,25 +64,25 @@ class _CheckpointOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(_CheckpointOptions):
-    """Tensors by module: shapes, types, bytes, totals; of a run, all checkpoints, too. Nothing is loaded."""
+    """Lists tensors by module: shapes, types, bytes, totals; of a run, also all checkpoints. Nothing is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(_CheckpointOptions):
-    """Reads every byte and compares. Exit code 0 if all is whole, 86 if not."""
+    """Reads every byte and compares checksums. Exit code 0 if all checkpoints are intact, 86 if not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(_CheckpointOptions):
-    """All tensors, or those of one part, as plain safetensors: one file, or several with an index if they are large."""
+    """Exports all tensors, or those of one part, as safetensors: one file, or several with an index if it is large."""
 
     out: Annotated[Path, Positional("OUT.safetensors")]
     part: str | None = None
-    """only this part of the state, like models.net of a Pipeline; its name is left out of those of the tensors"""
+    """only this part of the state, like models.net of a Pipeline; names of tensors are written without it"""
     adapter: str | None = None
     """the adapter of this model, such as LoRA, as a directory OUT that peft reads"""
     shard_gb: Annotated[float, above_zero] = 5.0
-    """gigabytes that one file may hold; what is larger becomes OUT-00001-of-0000N.safetensors with an index"""
+    """largest size of a file in gigabytes; more becomes OUT-00001-of-0000N.safetensors with an index"""
 
 
 def main(argv: list[str]) -> int:
@@ -109,11 +109,11 @@ def _show(argv: list[str]) -> int:
         if overview.about.get(name) is not None:
             screen.print(Text(safe(f"{name}: {overview.about[name]}")))
     if metrics := overview.about.get("metrics"):
-        told = ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
-        screen.print(Text(safe(f"metrics: {told}")), soft_wrap=True)
-    for deed in ("import", "call"):
-        if names := overview.about.get(f"{deed}s"):
-            warning = f"loading it with pickle would {deed}: {shorten_list(names, limit=20)}"
+        values = ", ".join(f"{name} {number(value)}" for name, value in metrics.items())
+        screen.print(Text(safe(f"metrics: {values}")), soft_wrap=True)
+    for action in ("import", "call"):
+        if names := overview.about.get(f"{action}s"):
+            warning = f"loading it with pickle would {action}: {shorten_list(names, limit=20)}"
             screen.print(Text(safe(warning), style="bold red"), soft_wrap=True)
     screen.print(table(overview))
     return DONE
@@ -172,7 +172,9 @@ def _verify(argv: list[str]) -> int:
     for path in overviews.find(options.place()):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
             problems = verify(path)
-        removed = bool(problems) and not os.path.lexists(path)  # by a run that trains, which keeps others
+        removed = bool(problems) and not os.path.lexists(
+            path
+        )  # by a running training, which keeps the newest
         if not removed:
             found[path] = problems
         if not options.json:

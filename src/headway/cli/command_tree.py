@@ -1,4 +1,4 @@
-"""What the command line understands, read from the parsers of all verbs: for shell completion."""
+"""The tree of commands, read from the parsers of all verbs, for shell completion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CommandOption:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A verb of the command line, or the verb of a group: `headway run`, `headway data pack`."""
+    """A verb, or a verb of a group: `headway run`, `headway data pack`."""
 
     words: tuple[str, ...]
     """empty for `headway` itself"""
@@ -39,7 +39,7 @@ class Command:
     """names of the verbs below it, or the choices of its argument, with what they do"""
     takes_runs: bool = False
     takes_script: bool = False
-    """what follows its first argument belongs to a script"""
+    """its first argument is a script, and the rest are arguments of the script"""
 
 
 def read_commands(verbs: Mapping[str, str]) -> list[Command]:

@@ -20,20 +20,22 @@ _EXAMPLES = """\
 examples:
   headway compare runs/digits-2026.11.15-14.30-x7k2 runs/digits-2026.11.15-15.02-m3p9
   headway compare x7k2 m3p9                     the end of an id will do
-  headway compare lr-2026.11.15-16.00-a2b4      a sweep: its first run stands for all of them
-  headway compare a2b4 c5d6                     beside another run of its sweep, it stands for itself
+  headway compare lr-2026.11.15-16.00-a2b4      a sweep: the id of its first run stands for all runs
+  headway compare a2b4 c5d6                     two runs of a sweep: each stands for itself
   headway compare x7k2 m3p9 --metric max:val/f1 --metric train/loss
   headway compare x7k2 m3p9 --code              how their code differs
-  headway compare x7k2 m3p9 --exact             did they do the same, to the last bit? (with a ledger: HEADWAY_LEDGER=1)
+  headway compare x7k2 m3p9 --exact             are they equal to the last bit? (needs a ledger: HEADWAY_LEDGER=1)
 
-Shows the settings in which the runs differ, state, steps, time, and of each metric the last value and the best
-(lowest for names like loss or error, highest for names like accuracy; min: and max: say it for others).
+Shows the settings in which the runs differ, state, steps, time, and the last and the best value of each metric (the
+lowest for names like loss or error, the highest for names like accuracy; min: and max: choose for others).
 Exit codes: 0; with --exact 1 if they differ; 2 bad usage.
 """
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("compare", "Sets runs side by side: settings that differ, state, and metrics.", _EXAMPLES)
+    parser = Parser(
+        "compare", "Shows runs side by side: settings that differ, state, and metrics.", _EXAMPLES
+    )
     parser.add_run("runs", nargs="+")
     parser.add_argument(
         "--metric", metavar="NAME", action="append", default=[], help="show this metric; repeatable"
@@ -79,7 +81,7 @@ def _compare_steps(one: Run, other: Run, *, as_json: bool) -> int:
 
 
 def _show(compared: Sequence[RunComparison], screen: Console) -> None:
-    """One line per run; of up to three runs, one column each."""
+    """Prints a row per run; for up to three runs, a column per run."""
     settings = list(dict.fromkeys(name for run in compared for name in run.settings))
     metrics = list(compared[0].metrics)
     code = ["code"] if any(run.code for run in compared) else []
@@ -99,7 +101,7 @@ def _show(compared: Sequence[RunComparison], screen: Console) -> None:
         for run in compared
     ]
     upright = len(compared) <= 3
-    rows = [[safe(cell) for cell in row] for row in (heads, *lines)]  # names and settings are those of files
+    rows = [[safe(cell) for cell in row] for row in (heads, *lines)]  # names and settings come from files
     grid = list(zip(*rows, strict=True)) if upright else rows
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     hidden = 0
@@ -115,7 +117,7 @@ def _show(compared: Sequence[RunComparison], screen: Console) -> None:
 
 
 def _name(run: RunComparison, among: Sequence[RunComparison]) -> str:
-    """As much of an id as tells the runs apart; what is printed can be given to any verb."""
+    """Returns the id of a run, or its end if that is unique; verbs accept both."""
     if len(among) <= 3:
         return run.summary.run.id
     short = [each.summary.run.id[-4:] for each in among]

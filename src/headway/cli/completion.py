@@ -1,4 +1,4 @@
-"""`headway completion`: what a shell needs to complete the command line of headway."""
+"""`headway completion`: prints scripts that complete the command line of headway."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ examples:
   headway completion fish > ~/.config/fish/completions/headway.fish
   source <(headway completion bash)                     for this shell only
 
-The script holds all verbs, options and choices, and starts no Python. Write it again after an update of headway.
+The script contains all verbs, options and choices, and starts no Python. Print it again after an update of headway.
 """
 
 _BASH = """\
@@ -153,8 +153,8 @@ def _bash_command(command: Command) -> str:
         "runs": "1" if command.takes_runs else "",
         "script": "1" if command.takes_script else "",
     }
-    told = " ".join(f"{name}={shlex.quote(text)}" for name, text in facts.items() if text)
-    return f'        "{" ".join(command.words)}") {told} ;;'
+    assignments = " ".join(f"{name}={shlex.quote(text)}" for name, text in facts.items() if text)
+    return f'        "{" ".join(command.words)}") {assignments} ;;'
 
 
 def _bash_values(commands: Sequence[Command]) -> Iterator[str]:
@@ -174,10 +174,10 @@ def write_zsh(commands: Sequence[Command]) -> str:
 
 def _zsh_command(command: Command) -> str:
     options = [(name, option.does) for option in command.options for name in option.names]
-    told = [f"verbs=({_zsh_list((command.verbs or {}).items())})", f"options=({_zsh_list(options)})"]
-    told += ["ids=(runs/*(N:t))"] if command.takes_runs else []
-    told += ["script=1"] if command.takes_script else []
-    return f'        "{" ".join(command.words)}") {"; ".join(told)} ;;'
+    assignments = [f"verbs=({_zsh_list((command.verbs or {}).items())})", f"options=({_zsh_list(options)})"]
+    assignments += ["ids=(runs/*(N:t))"] if command.takes_runs else []
+    assignments += ["script=1"] if command.takes_script else []
+    return f'        "{" ".join(command.words)}") {"; ".join(assignments)} ;;'
 
 
 def _zsh_list(named: Iterable[tuple[str, str]]) -> str:
@@ -228,14 +228,14 @@ def _fish_quote(text: str) -> str:
 
 
 def _paths(commands: Sequence[Command]) -> str:
-    """The pattern of verbs: each after the one that it is below."""
+    """Returns the shell pattern that matches each verb after its parent."""
     return " | ".join(
         f'"{" ".join(command.words[:-1])} {command.words[-1]}"' for command in commands if command.words
     )
 
 
 def _with_values(commands: Sequence[Command]) -> Iterator[tuple[Command, CommandOption]]:
-    """Yields the options for which there is something better to offer than files."""
+    """Yields the options whose values are directories, runs or choices; shells complete others as files."""
     for command in commands:
         for option in command.options:
             if option.value in ("directory", "run", "choice"):

@@ -27,15 +27,15 @@ _Datasets = Annotated[tuple[str, ...], Positional("DATASET")]
 _USAGE = """\
 usage: headway data VERB [OPTIONS] ...
 
-  ls      the datasets of the catalog, as a tree
-  count   how many samples datasets have
-  add     a new dataset: make its directory, and link shards into it
-  pack    a directory of images, or of files that share names, into shards
+  ls      list the datasets of the catalog, as a tree
+  count   count the samples of datasets
+  add     add a dataset: make its directory, and link shards into it
+  pack    pack a directory of images, or of files that share names, into shards
   index   write an index beside shards that have none: for DALI, and to start faster
-  check   read everything and report what is damaged, misnamed or cannot be decoded
+  check   read all shards; report what is damaged, misnamed or not decodable
   bench   measure reading, decoding and the loader on these shards
   stage   copy data to this node's own disk, once, before the ranks need it
-  stubs   a Python module with the names of datasets, for completion in editors
+  stubs   write a Python module of dataset names, for completion in editors
 
 examples:
   headway data ls --split train
@@ -47,7 +47,7 @@ examples:
 A dataset is a name of the catalog (laion, laion/val, public/rgb/laion/val), a
 directory, a pattern or a shard. The root of the catalog is --root, data_root under
 [tool.headway] in pyproject.toml, $HEADWAY_DATA or ~/.headway/data: the first that
-is there. `headway data VERB --help` explains a verb.
+is set. `headway data VERB --help` explains a verb.
 """
 
 
@@ -77,18 +77,18 @@ class _DataOptions:
     root: Path | None = None
     """root of the catalog"""
     json: bool = False
-    """print facts for programs"""
+    """print JSON"""
 
     def catalog(self) -> Catalog:
         return Catalog(self.root and require_path(self.root, "directory"))
 
 
-# --- what is there
+# --- listing
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataListOptions(_DataOptions):
-    """The datasets of the catalog, as a tree, with their shards and bytes."""
+    """Lists the datasets of the catalog as a tree, with their shards and bytes."""
 
     confidentiality: str | None = None
     """only these, like public"""
@@ -139,7 +139,7 @@ def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class CountOptions(_DataOptions):
-    """How many samples datasets have: from an index where there is one, else by walking the shards."""
+    """Counts the samples of datasets: from an index where there is one, else by reading the shards."""
 
     datasets: _Datasets = ()
     """names, directories, patterns or shards; all of the catalog if none is given"""
@@ -206,14 +206,14 @@ class AddOptions(_DataOptions):
     split: Annotated[str, Positional("SPLIT")]
     """like train"""
     shards: str | None = None
-    """a directory or pattern of shards that lie elsewhere; they stay there"""
+    """directory or pattern of shards to link; they stay where they are"""
 
 
 def _add(argv: list[str]) -> int:
     from headway.data.catalog import find_shards, warn_of_unfinished
 
     options = parse(AddOptions, argv, verb="data add")
-    catalog = Catalog(options.root)  # made where it is not there
+    catalog = Catalog(options.root)  # makes the directory if needed
     shards = find_shards(options.name, Path(options.shards)) if options.shards else []
     warn_of_unfinished(options.name, shards)
     dataset = catalog.add(
@@ -239,13 +239,13 @@ class PackOptions(_DataOptions):
     directory: Annotated[Path, Positional("DIR")]
     """the files to pack"""
     out: Annotated[Path, Positional("OUT")]
-    """where shards go: a directory without shards"""
+    """where to write the shards: a directory that has none"""
     shard_mb: Annotated[int, positive] = 256
-    """megabytes of a shard, at most"""
+    """largest size of a shard, in megabytes"""
     shuffle: bool = True
     """shuffle the samples; a loader mixes a sample only with those that are stored near it"""
     seed: Annotated[int, natural] = 0
-    """of the random order"""
+    """seed of the random order"""
 
 
 def _pack(argv: list[str]) -> int:
@@ -332,7 +332,7 @@ def _stubs(argv: list[str]) -> int:
     return DONE
 
 
-# --- proving
+# --- checking and measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,22 +357,22 @@ def _check(argv: list[str]) -> int:
     paths = [path for shards in found.values() for path in shards]
     with ThreadPoolExecutor(thread_name_prefix="headway check") as pool:
         checked = show_progress(pool.map(check_shard, paths), len(paths), "checking shards")
-        problems = {str(path): list(told) for path, told in zip(paths, checked, strict=True)}
+        problems = {str(path): list(found) for path, found in zip(paths, checked, strict=True)}
     for shards in found.values() if options.unique else []:
         for key, places in find_duplicates(shards):
             others = ", ".join(place.name for place in places[1:])
             problems[str(places[0])].append(f"{places[0]}: {key!r} is also in {others}")
-    bad = {path: told for path, told in problems.items() if told}
+    bad = {path: lines for path, lines in problems.items() if lines}
     dependence = {name: check_label_order(shards) for name, shards in found.items()}
     warnings = {
-        name: f"{told}: for training, write them in random order" for name, told in dependence.items() if told
+        name: f"{text}: for training, write them in random order" for name, text in dependence.items() if text
     }
     if options.json:
         print_json({"shards": len(paths), "problems": bad, "warnings": warnings})
     else:
-        for name, told in warnings.items():
-            print(safe(f"{name}: warning: {told}"))
-        for line in (line for told in bad.values() for line in told):
+        for name, text in warnings.items():
+            print(safe(f"{name}: warning: {text}"))
+        for line in (line for lines in bad.values() for line in lines):
             print(safe(line))
         print(f"{plural(len(paths), 'shard')}: " + (f"{len(bad)} with problems" if bad else "no problems"))
     return 1 if bad else DONE
@@ -380,7 +380,7 @@ def _check(argv: list[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(_DataOptions):
-    """Measures reading, decoding and the loader, and says which of them is the limit."""
+    """Measures reading, decoding and the loader, and reports which of them is the bottleneck."""
 
     datasets: _Datasets
     """names, directories, patterns or shards"""
@@ -389,9 +389,9 @@ class BenchOptions(_DataOptions):
     batch_size: Annotated[int, positive] = 64
     """samples of a batch"""
     seconds: Annotated[float, above_zero] = 3.0
-    """time for each stage of the measurement, approximately"""
+    """approximate duration of each stage of the measurement"""
     need: Annotated[float | None, above_zero] = None
-    """samples per second that training takes"""
+    """samples per second that training consumes"""
 
 
 def _bench(argv: list[str]) -> int:

@@ -13,20 +13,26 @@ _EXAMPLES = """\
 examples:
   headway demo                     in headway-demo, or headway-demo-2 if that exists
   headway demo /scratch/me/demo    in a directory that is new or empty
-  headway demo --quick             less to train: to see that everything works here
+  headway demo --quick             a short training, to see whether everything works here
 
 Draws pictures, packs them into shards, plans the run, trains on two processes, kills one of them half-way, resumes,
 compares every step with an uninterrupted run, and writes report.html. It prints each command before it runs it; they
 work just as well when you type them. Needs no network and no GPU, and leaves nothing but its directory.
 
-Exit codes: 0 all went well; 1 a step failed (the last line says which); 2 bad usage; 130 Ctrl-C.
+Exit codes: 0 success; 1 a step failed (the last line says which); 2 bad usage; 130 Ctrl-C.
 """
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("demo", "A tour on this machine: a training is killed, resumed and compared.", _EXAMPLES)
+    parser = Parser(
+        "demo", "Takes a tour on this machine: a training is killed, resumed and compared.", _EXAMPLES
+    )
     parser.add_argument(
-        "directory", metavar="DIR", nargs="?", type=Path, help="where to (default: headway-demo)"
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        type=Path,
+        help="new or empty directory (default: headway-demo)",
     )
     parser.add_argument("--quick", action="store_true", help="train for a few steps only")
     options = parser.parse_args(argv)

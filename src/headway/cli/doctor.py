@@ -1,4 +1,4 @@
-"""`headway doctor`: examines this machine, or with --nodes those of a cluster, with a verdict per line."""
+"""`headway doctor`: checks this machine, or with --nodes the nodes of a cluster; prints a verdict per line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from headway.run.status import Status
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 _TIME = "10:00"
-"""minutes that the job of an examination asks for, unless --time says otherwise"""
+"""time limit of the job, in minutes and seconds, unless --time is given"""
 _EXAMPLES = """\
 examples:
   headway doctor                                   this machine
   headway doctor --root /scratch/me/runs           and whether runs can be written there
-  headway doctor --nodes 4 --gpus-per-node 8       four nodes of the cluster, as a job of its own
+  headway doctor --nodes 4 --gpus-per-node 8       four nodes of the cluster, in a job for this
   headway doctor --nodes 2 --partition gpu --data /data/images --json
   headway submit --doctor --nodes 4 train.py       the same before SCRIPT, in its own job
 
@@ -43,7 +43,9 @@ def main(argv: list[str]) -> int:
         return _examine_nodes(options)
     for name in ("data", *(each.name for each in target_fields(Slurm))):
         if getattr(options, name, None):
-            raise UsageError(f"--{name.replace('_', '-')} is for nodes of a cluster: say how many by --nodes")
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for nodes of a cluster: give their number with --nodes"
+            )
     with Console(stderr=True).status("examining this machine ..."):  # shown on a terminal only
         report = examine(root=Path(options.root), canary=options.canary)
     _print(report.to_dict(), report.checks, title=f"headway doctor on {report.host}", as_json=options.json)
@@ -51,15 +53,15 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    does = (
-        "What this machine is, or nodes of a cluster, and whether they are fit to train: a verdict per line."
-    )
+    does = "Checks whether this machine, or nodes of a cluster, are fit to train: a verdict per line."
     parser = Parser("doctor", does, _EXAMPLES)
-    parser.add_argument("--root", default="runs", help="where runs are to be written (default: runs)")
+    parser.add_argument(
+        "--root", default="runs", metavar="DIR", help="where runs will be written (default: runs)"
+    )
     parser.add_argument("--canary", action=argparse.BooleanOptionalAction, default=True,
-                        help="start ranks that try the links between them (takes some seconds)")  # fmt: skip
+                        help="start ranks that test the links between them (takes some seconds)")  # fmt: skip
     parser.add_argument("--data", action="append", metavar="PATH", default=[],
-                        help="file or directory whose reading is timed on each node; with --nodes")  # fmt: skip
+                        help="measure how fast each node reads this file or directory; with --nodes")  # fmt: skip
     parser.add_json()
     add_target(parser, leave_out=job.NOT_FOR_EXAMINATIONS)
     return parser
@@ -69,14 +71,14 @@ def _examine_nodes(options: argparse.Namespace) -> int:
     """Submits a job, waits for it and prints what it found; Ctrl-C cancels it."""
     if not options.canary:
         raise UsageError(
-            "--no-canary is for this machine: with --nodes, ranks on all nodes are what is tried"
+            "--no-canary is for this machine: with --nodes, the links between nodes are always tested"
         )
     target = read_options(options, time=_TIME)
     data = [Path(path) for path in options.data]
     submitted = job.submit(target, root=Path(options.root), data=data)
     with Console(stderr=True).status("submitted") as spinner:
         try:
-            report = job.wait(submitted, _teller(spinner, str(submitted.run.path)))
+            report = job.wait(submitted, _reporter(spinner, str(submitted.run.path)))
         except KeyboardInterrupt:
             submitted.cancel()
             raise
@@ -87,19 +89,19 @@ def _examine_nodes(options: argparse.Namespace) -> int:
     return 1 if report["verdict"] == "bad" else 0
 
 
-def _teller(spinner: Spinner, place: str) -> Callable[[Status, float], None]:
-    """Says how it stands: beside the spinner on a terminal, elsewhere a line every few seconds."""
-    say = throttled_printer()
+def _reporter(spinner: Spinner, place: str) -> Callable[[Status, float], None]:
+    """Returns a function that shows the state of the job: beside the spinner, or without a terminal as lines."""
+    print_line = throttled_printer()
 
-    def tell(now: Status, seconds: float) -> None:
+    def report(now: Status, seconds: float) -> None:
         why = f" ({now.why})" if now.why else ""
-        text = f"the examination is {now.state}{why} for {seconds:.0f} s, in {place}"
+        text = f"the examination is {now.state}{why} after {seconds:.0f} s; its run is {place}"
         if sys.stderr.isatty():
             spinner.update(Text(text))
         else:
-            say(text)
+            print_line(text)
 
-    return tell
+    return report
 
 
 def _print(facts: dict[str, object], checks: Sequence[CheckResult], *, title: str, as_json: bool) -> None:
@@ -112,7 +114,7 @@ def _print(facts: dict[str, object], checks: Sequence[CheckResult], *, title: st
 
 
 def table(title: str, checks: Sequence[CheckResult]) -> Table:
-    """The results for a terminal."""
+    """Returns the results as a table for a terminal."""
     made = Table(title=title, box=None, title_justify="left", show_header=False)
     made.add_column(no_wrap=True)
     made.add_column(no_wrap=True)

@@ -1,4 +1,4 @@
-"""`headway runs rm`, `archive` and `sync`: what is done with runs that are over."""
+"""`headway runs rm`, `archive` and `sync`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def archive_runs(argv: list[str]) -> int:
         "examples:\n  headway runs archive x7k2\n  headway runs archive x7k2 --to /tape/me --yes\n\n"
         "To get one back: tar xf runs/archive/ID.tar -C runs\n",
     )
-    parser.add_argument("--to", metavar="DIR", help="where to (default: archive/ beside the run)")
+    parser.add_argument("--to", metavar="DIR", help="where to write them (default: archive/ beside the run)")
     options = parser.parse_args(argv)
     for run in _agreed(options.runs, options.root, "archive", yes=options.yes, dry_run=options.dry_run):
         print(safe(str(archive(run, Path(options.to) if options.to else None))))
@@ -46,7 +46,7 @@ def archive_runs(argv: list[str]) -> int:
 def sync_runs(argv: list[str]) -> int:
     parser = Parser(
         "runs sync",
-        "Feeds the sinks of a run with the rows that they have not received, such as while a tracker was down.",
+        "Sends the rows that the sinks of a run have missed, such as while a tracker was down.",
         "examples:\n  headway runs sync x7k2\n  headway runs sync x7k2 --sink wandb --from-start\n",
     )
     parser.add_run()
@@ -56,7 +56,7 @@ def sync_runs(argv: list[str]) -> int:
     parser.add_argument("--from-start", action="store_true", help="send all rows again")
     parser.add_json()
     options = parser.parse_args(argv)
-    from headway.record.sinks import replay  # late: it imports torch, which a list of runs does not need
+    from headway.record.sinks import replay  # late: it imports torch
 
     fed = {
         run.id: replay(run, options.sink, from_start=options.from_start)
@@ -67,23 +67,26 @@ def sync_runs(argv: list[str]) -> int:
     else:
         for run, sinks in fed.items():
             for name, complete in sinks.items():
-                print(safe(f"{run}: {name} has {'all rows' if complete else 'not taken all rows'}"))
+                print(safe(f"{run}: {name} has {'all rows' if complete else 'not received all rows'}"))
     return DONE if all(all(sinks.values()) for sinks in fed.values()) else 1
 
 
 def _parser(verb: str, description: str, examples: str) -> Parser:
     parser = Parser(f"runs {verb}", description, examples)
     parser.add_run("runs", nargs="+")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--dry-run", action="store_true", help="only show what would be done")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be done; change nothing")
     return parser
 
 
 def _agreed(
     places: Sequence[str], root: str, what: Literal["remove", "archive"], *, yes: bool, dry_run: bool
 ) -> Sequence[Run]:
-    """Shows the runs with their sizes, and asks; returns those to work on. What is running is refused."""
-    # the copy of the code that the runs of a sweep share goes last
+    """Shows the runs with their sizes, asks for confirmation, and returns the runs to work on; none if it is refused.
+
+    Raises `UsageError` if one of them is running.
+    """
+    # last, the run with the code that a sweep shares
     runs = sorted(resolve(places, root), key=lambda run: run.snapshot_dir.is_dir())
     for run in runs:
         check_idle(run, what)

@@ -1,4 +1,4 @@
-"""The command lines of all verbs, by argparse. A mistake in one is a `UsageError` of one sentence, with exit code 2.
+"""Parses the command lines of all verbs, with argparse. A mistake raises `UsageError`, with exit code 2.
 
 A verb either adds its options one by one to a `Parser`, or describes them as a frozen dataclass for `parse`.
 """
@@ -42,7 +42,7 @@ Verb = Callable[[list[str]], int]
 
 @final
 class Parser(argparse.ArgumentParser):
-    """The command line of a verb. Options are written out in full; an unknown one is a `UsageError`.
+    """The parser of a verb. Options cannot be abbreviated; an unknown one raises `UsageError`.
 
     >>> Parser("run", "Runs a script here.", examples).parse_args(["--nprc", "2", "train.py"])
     Traceback (most recent call last):
@@ -59,11 +59,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]  # as all of argparse's methods do
-        _stop_if_asked(self)
+        _stop_if_inspecting(self)
         return super().parse_known_args(*given)
 
     def parse_known_intermixed_args(self, *given: Any) -> Any:  # type: ignore[override]
-        _stop_if_asked(self)
+        _stop_if_inspecting(self)
         return super().parse_known_intermixed_args(*given)
 
     def error(self, message: str) -> NoReturn:
@@ -72,16 +72,16 @@ class Parser(argparse.ArgumentParser):
             options = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
             close = closest(next(iter(words.split()), ""), options)
             message += f" (did you mean {close}?)" if close else ""
-            message += "" if words else "an empty word, as of a variable that is not set"
+            message += "" if words else "an empty argument, perhaps an unset variable"
         raise UsageError(f"{message}; see: {self.prog} --help")
 
     def add_json(self) -> None:
-        self.add_argument("--json", action="store_true", help="print facts for programs")
+        self.add_argument("--json", action="store_true", help="print JSON")
 
     def add_run(
         self, name: str = "run", *, nargs: str | None = None, metavar: str = "RUN", more: str = ""
     ) -> None:
-        """A run, or several, and where its id is looked up; `more` is what else may be given, or nothing."""
+        """Adds a run, or several, and --root, where ids are looked up; `more` is appended to the help."""
         text = f"run directory, id, or beginning or end of an id{more}"
         self.add_argument(name, metavar=metavar, nargs=nargs, help=text)
         self.add_argument(
@@ -89,19 +89,21 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_script(self, *, needed: bool = True, module: bool = True) -> None:
-        """A script, or with -m a module, and all that follows it: its own command line."""
+        """Adds a script, or with -m a module, and the arguments of the script."""
         if module:
             self.add_argument(
                 "-m", dest="module", action="store_true", help="SCRIPT names a module, as for python -m"
             )
-        self.add_argument("script", metavar="SCRIPT", nargs=None if needed else "?")
+        self.add_argument(
+            "script", metavar="SCRIPT", nargs=None if needed else "?", help="Python script to run"
+        )
         rest = self.add_argument(
-            "args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed on to the script"
+            "args", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script"
         )
         rest.required = False  # else a missing script reads "required: SCRIPT, ARGS"
 
     def parse_sweep(self, argv: Sequence[str]) -> argparse.Namespace:
-        """As `parse_args`, for verbs with a script and an --array that may be given several axes at once.
+        """Parses like `parse_args`, for verbs with a script and an --array that takes several axes at once.
 
         >>> parser.parse_sweep(["--array", "lr=1e-3,3e-4", "seed=1,2", "train.py"]).array
         ['lr=1e-3,3e-4', 'seed=1,2']
@@ -110,46 +112,46 @@ class Parser(argparse.ArgumentParser):
         while (
             getattr(options, "array", None) and "=" in options.script and not os.path.lexists(options.script)
         ):
-            options.array.append(options.script)  # the next axis, taken for the script until here
+            options.array.append(options.script)  # argparse took the next axis for the script
             options = self.parse_args(options.args, options)
         return options
 
 
-# --- what a verb takes, without running it
+# --- inspecting a verb without running it
 
-_asked = ContextVar("asked", default=False)
+_is_inspecting = ContextVar("is_inspecting", default=False)
 
 
 @final
 class _Stopped(Exception):
-    """A verb has come to where it would read its command line."""
+    """Ends a verb that is inspected where it would parse its command line."""
 
 
-def _stop_if_asked(found: Parser | Mapping[str, Verb]) -> None:
-    if _asked.get():
+def _stop_if_inspecting(found: Parser | Mapping[str, Verb]) -> None:
+    if _is_inspecting.get():
         raise _Stopped(found)
 
 
 def inspect_verb(verb: Verb, argv: Sequence[str] = ("--help",)) -> Parser | Mapping[str, Verb]:
-    """Calls a verb up to where it would read its command line: returns its parser, or the verbs of a group.
+    """Returns the parser of a verb, or the verbs of a group: calls it up to where it would parse its command line.
 
     >>> inspect_verb(headway.cli.run.main).prog
     'headway run'
     """
-    before = _asked.set(True)
+    before = _is_inspecting.set(True)
     try:
         verb([*argv])
     except _Stopped as stopped:
         found: Parser | Mapping[str, Verb] = stopped.args[0]
         return found
     finally:
-        _asked.reset(before)
-    raise AssertionError(f"{verb} does not read a command line")
+        _is_inspecting.reset(before)
+    raise AssertionError(f"{verb} does not parse a command line")
 
 
 def dispatch(group: str, verbs: Mapping[str, Verb], usage: str, argv: list[str]) -> int:
-    """Runs a verb of a group of verbs, like `headway data ls`; without one it prints the usage of the group."""
-    _stop_if_asked(verbs)
+    """Runs a verb of a group, like `headway data ls`; without a verb, prints the usage of the group."""
+    _stop_if_inspecting(verbs)
     if not argv or argv[0] in ("-h", "--help"):
         print(usage, end="")
         return DONE
@@ -159,7 +161,7 @@ def dispatch(group: str, verbs: Mapping[str, Verb], usage: str, argv: list[str])
 
 
 def unknown_verb(word: str, verbs: Iterable[str], group: str = "", *, kind: str = "verb") -> UsageError:
-    """The error for a verb that does not exist.
+    """Returns the error for a verb that does not exist.
 
     >>> print(unknown_verb("shwo", ["show", "verify"], "checkpoint"))
     there is no checkpoint verb 'shwo' (did you mean 'show'?); see: headway checkpoint --help
@@ -171,28 +173,28 @@ def unknown_verb(word: str, verbs: Iterable[str], group: str = "", *, kind: str 
 
 
 def whole(text: str) -> int:
-    """A whole number, for `type=` of an option."""
+    """Parses a whole number, for `type=` of an option."""
     if not re.fullmatch(r"[-+]?[0-9]{1,18}", text):
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A whole number of 0 or more, for `type=` of an option."""
+    """Parses a whole number of 0 or more, for `type=` of an option."""
     if not re.fullmatch(r"\+?[0-9]{1,18}", text):
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of 0 or more")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more, for `type=` of an option."""
+    """Parses a whole number of 1 or more, for `type=` of an option."""
     if not re.fullmatch(r"\+?[0-9]{1,18}", text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of 1 or more")
     return int(text)
 
 
 def finite(text: str) -> float:
-    """A number that is neither infinite nor nan, for `type=` of an option."""
+    """Parses a finite number, for `type=` of an option."""
     try:
         number = float(text)
     except ValueError:
@@ -203,7 +205,7 @@ def finite(text: str) -> float:
 
 
 def above_zero(text: str) -> float:
-    """A number above 0 that is not absurd, for `type=` of an option: no clock takes 1e300 seconds."""
+    """Parses a number above 0, for `type=` of an option; it has a limit because no clock takes 1e300 seconds."""
     number = finite(text)
     if not 0 < number <= _LARGEST:
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number above 0 and at most {_LARGEST:g}")
@@ -211,7 +213,7 @@ def above_zero(text: str) -> float:
 
 
 def require_path(path: Path, kind: Literal["file", "directory"]) -> Path:
-    """The path, if it exists; one that cannot be examined is left to whoever reads it."""
+    """Returns the path if it exists. If that cannot be determined, the error is left to the code that opens it."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -228,18 +230,18 @@ def require_path(path: Path, kind: Literal["file", "directory"]) -> Path:
 
 @dataclass(frozen=True)
 class Positional:
-    """Marks a field that is given without a flag: `path: Annotated[Path, Positional("PATH")]`.
+    """Marks a field that is a positional argument: `path: Annotated[Path, Positional("PATH")]`.
 
-    A field with a flag may be marked with its reader instead: `steps: Annotated[int, positive]`.
+    Any other field may be marked with a function that parses it: `steps: Annotated[int, positive]`.
     """
 
     metavar: str
 
 
 def parse(settings: type[T], argv: Sequence[str], *, verb: str) -> T:
-    """Reads a command line into a frozen dataclass: a flag per field, explained by the field's docstring.
+    """Parses a command line into a frozen dataclass: an option per field, with the field's docstring as help.
 
-    A field that is itself a dataclass becomes a group of flags.
+    A field that is itself a dataclass becomes a group of options.
 
     >>> parse(ShowOptions, ["--json", "runs/x7k2"], verb="checkpoint show")
     ShowOptions(path=PosixPath('runs/x7k2'), json=True)
@@ -264,7 +266,7 @@ def _add_fields(group: argparse._ActionsContainer, settings: type[Any], prefix: 
 def _add_option(
     group: argparse._ActionsContainer, each: Field[Any], kind: Any, help: str, *, dest: str
 ) -> None:
-    """One option for one field."""
+    """Adds the option of a field."""
     flag = f"--{each.name.replace('_', '-')}"
     default = each.default if each.default_factory is MISSING else each.default_factory()
     required = default is MISSING
@@ -343,7 +345,7 @@ def _make(settings: type[T], given: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def field_docstrings(settings: type[Any]) -> dict[str, str]:
-    """The string below each field of a dataclass, those of its bases included."""
+    """Returns the docstring below each field of a dataclass and its bases."""
     texts: dict[str, str] = {}
     for each in reversed(settings.__mro__):
         if is_dataclass(each):

@@ -47,7 +47,7 @@ class SearchOptions:
     trainable: bool = False
     """Try only layouts that `headway.train` can run today."""
     json: bool = False
-    """Print JSON and nothing else."""
+    """Print JSON."""
 
     def __post_init__(self) -> None:
         if self.json and self.emit is not None:

@@ -1,4 +1,4 @@
-"""The progress of a long command, on standard error: a bar on a terminal, elsewhere a line every few seconds."""
+"""Shows the progress of a long command on standard error: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINE_INTERVAL_S = 5.0
 def show_progress(
     items: Iterable[T], total: int | None, what: str, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[T]:
-    """Yields the items and shows how many there were.
+    """Yields the items, and shows how many were done.
 
     >>> for path in show_progress(paths, len(paths), "checking shards"):
     ...     check(path)

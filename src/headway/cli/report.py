@@ -16,20 +16,20 @@ from headway.watch.runs import newest_run, resolve
 _BAR_CELLS = 20
 _EXAMPLES = """\
 examples:
-  headway report                            of the newest run in runs/
+  headway report                            reports the newest run in runs/
   headway report x7k2                       writes report.html into the run directory
-  headway report x7k2 --price 2.50          with what a GPU-hour costs
+  headway report x7k2 --price 2.50          with the cost, at this price per GPU-hour
   headway report x7k2 --times               also prints where the time went
   headway report x7k2 -o digits.html
 
-Curves, where the time went (goodput), attempts, ranks, messages, settings, code and environment, in one file without
-scripts or outside resources. A run of a minute or more that ends well writes it by itself.
+The report has curves, where the time went (goodput), attempts, ranks, messages, settings, code and environment, in one
+file without scripts or external resources. A run of a minute or more that succeeds writes its report itself.
 """
 
 
 def main(argv: list[str]) -> int:
     parser = Parser("report", "Writes a run as one self-contained HTML file, to keep or to mail.", _EXAMPLES)
-    parser.add_run(nargs="?", more="; else the newest")
+    parser.add_run(nargs="?", more="; the newest by default")
     parser.add_argument("-o", "--output", metavar="FILE", help="write this file instead")
     parser.add_argument(
         "--price", type=above_zero, metavar="X", help="what a GPU-hour costs, in your currency"
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def time_table(times: TimeAccount) -> Table:
-    """Where the time of a run went, for a terminal: a line for each part that took any, with a bar."""
+    """Returns where the time of a run went, as a table with a bar for each part."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)

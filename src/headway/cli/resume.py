@@ -1,4 +1,4 @@
-"""`headway resume`: starts a run that is over again, the way it was started."""
+"""`headway resume`: restarts a run as it was started."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ examples:
   headway resume x7k2 --nodes 4                       a job of SLURM, on another number of nodes
   headway resume x7k2 --nodes 2-4                     as many of them as are free
   headway resume x7k2 --nproc 2                       a run of this machine, on another number of processes
-  headway resume x7k2 --dry-run                       say what would be started, and start nothing
+  headway resume x7k2 --dry-run                       show what would be started; start nothing
 
-A job is submitted again with the settings and the code it had, and its new number is recorded. What was started on
-this machine starts here, in the directory it was started in. A pipeline resumes from its newest checkpoint.
+A job is submitted again with the same settings and code, and its new number is recorded. A run of this machine starts
+in the directory where it was started before. A pipeline resumes from its newest checkpoint.
 
-Exit codes: 0 submitted, or done; 2 it is queued, running or done; else that of the run.
+Exit codes: 0 submitted, or the run succeeded; 2 the run is queued, running or done already; else the run's.
 """
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser("resume", "Starts a stopped or failed run again, the way it was started.", _EXAMPLES)
+    parser = Parser("resume", "Restarts a stopped or failed run as it was started.", _EXAMPLES)
     parser.add_run()
     parser.add_argument(
         "--nodes", metavar="N", help="number of nodes, or a range such as 1-2, for a job of a scheduler"
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--nproc", type=positive, metavar="N", help="number of processes, for a run of this machine"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be started; start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be started; start nothing")
     options = parser.parse_args(argv)
     run = Run.open_private(resolve([options.run], options.root)[0].path)
     _check(run, summary_of(run).status)
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(run: Run, now: Status) -> None:
-    if now.state == "done" and script_was_cut(run) is False:  # who names a run knows of a script elsewhere
+    if now.state == "done" and script_was_cut(run) is False:  # the user named this run
         raise UsageError(f"{run.id} is done: there is nothing to resume")
     if now.state != "new":
         check_over(run, now)

@@ -1,4 +1,4 @@
-"""`headway run`: run a script here, on N processes that start and end together."""
+"""`headway run`: runs a script here, on N processes that start and end together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headway.launcher.submit_script import Script
 _EXAMPLES = """\
 examples:
   headway run train.py                       one process
-  headway run --nproc 4 train.py --lr 3e-4   four; what follows the script belongs to it
+  headway run --nproc 4 train.py --lr 3e-4   four; options after the script are its own
   headway run --nproc 2 -m mypackage.train   a module
   headway run --smoke --nproc 2 train.py     two steps, a validation, a save, a step after resuming
   headway run --array lr=1e-3,3e-4 seed=1,2 train.py             four runs, one after the other
 
-Exit codes: 0 all ranks ended well; 1 a rank failed (the last lines say which and why); 2 bad usage;
+Exit codes: 0 all ranks succeeded; 1 a rank failed (the last lines say which and why); 2 bad usage;
 75 stopped with a checkpoint; 130 Ctrl-C.
 """
 
@@ -38,17 +38,17 @@ def main(argv: list[str]) -> int:
         "--array",
         action="append",
         metavar="NAME=V1,V2",
-        help="run once for each combination of values, one after the other; or a file: see headway submit",
+        help="run once for each combination of values, one after the other; or a file of settings (.yaml, .json, .csv)",
     )
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="try everything once: two steps, a validation, a save, and a step after resuming; nothing is kept",
+        help="test everything once: two steps, a validation, a save, and a step after resuming; nothing is kept",
     )
     parser.add_script()
     options = parser.parse_sweep(argv)
     if options.array and options.max_restarts:
-        raise UsageError("--array and --max-restarts do not go together: start the runs that failed again")
+        raise UsageError("--array and --max-restarts cannot be combined: restart the runs that failed")
     if options.smoke and (options.array or options.max_restarts):
         raise UsageError("--smoke tries one run once: leave --array and --max-restarts out")
     if options.array:

@@ -32,15 +32,15 @@ examples:
   headway runs --state failed lost        what went wrong
   headway runs --name digits -n 100 --root /scratch/me/runs
   headway runs --json
-  headway watch RUN, report RUN           one run, live or when it is over; or as a page
+  headway runs --watch                    the list, kept up to date, until Ctrl-C
   headway runs samples RUN --step 37      which samples were in a step
-  headway runs --watch                    the same, up to date, until Ctrl-C
   headway runs rm RUN, archive RUN        remove it, or pack it into a tar file; asks first
-  headway runs sync RUN                   feed a tracker that could not be reached
+  headway runs sync RUN                   send the rows that a tracker has missed
   headway runs rebuild RUN                write a damaged run.json again
+  headway watch RUN, report RUN           one run: live in the terminal, or as an HTML file
 
-A run is running if its job is in squeue, its process is alive, or its heartbeat is fresh. A run without any of these
-that did not end is lost: it was killed. A stopped run has a checkpoint: start it again to resume.
+A run is running if its job is in squeue, its process is alive, or its heartbeat is fresh. A run with none of
+these and without an end is lost: it was killed. A stopped run has a checkpoint: restart it to resume.
 """
 
 
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def _watch(find: Callable[[], list[RunSummary]], root: str) -> None:
-    """Shows the list again and again, on a screen of its own."""
+    """Refreshes the list on an alternate screen, until Ctrl-C."""
     screen = console()
     with screen.screen(hide_cursor=True):
         while True:
@@ -124,7 +124,7 @@ def _show(rows: Sequence[RunSummary], root: str, screen: Console) -> None:
     lines = [_HEAD] + [_cells(row, now) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     while len(widths) > 2 and sum(widths) + 2 * len(widths) > screen.width:
-        widths.pop()  # a narrow terminal: what is least needed goes first
+        widths.pop()  # a narrow terminal: the last columns are the least needed
     screen.print(_line(_HEAD, widths), style="bold", no_wrap=True, overflow="ignore", crop=False)
     for row, cells in zip(rows, lines[1:], strict=True):
         line = _line(cells, widths)
@@ -150,7 +150,7 @@ def _cells(row: RunSummary, now: datetime) -> tuple[str, ...]:
         ago(row.created, now),
         str(row.attempts),
     )
-    return tuple(clean(cell, 120) for cell in cells)  # runs of others are listed, too
+    return tuple(clean(cell, 120) for cell in cells)  # runs may be other users'
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> Text:
@@ -164,4 +164,4 @@ VERBS: dict[str, Verb] = {
     "samples": samples.main,
     "sync": housekeeping.sync_runs,
 }
-"""what `headway runs` does beside listing them"""
+"""of `headway runs`, which lists runs without one"""

@@ -11,7 +11,7 @@ from headway.watch.samples import samples_of
 _EXAMPLES = """\
 examples:
   headway runs samples runs/digits-2026.11.15-14.30-x7k2 --step 37
-  headway runs samples x7k2 --step 37 --json                           the end of an id will do
+  headway runs samples x7k2 --step 37 --json                           by the end of its id
 
 The run must have been started with HEADWAY_LEDGER=1, or with pipe.enable_ledger().
 """
@@ -20,7 +20,7 @@ The run must have been started with HEADWAY_LEDGER=1, or with pipe.enable_ledger
 def main(argv: list[str]) -> int:
     parser = Parser(
         "runs samples",
-        "Which samples were in a step: those of all ranks, in the order of the global batch.",
+        "Lists the samples of a step: of all ranks, in the order of the global batch.",
         _EXAMPLES,
     )
     parser.add_run()

@@ -1,4 +1,4 @@
-"""What verbs print with: the console, colors of states, times and numbers as people read them."""
+"""Output of verbs: the console, colors of states, and times and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _COLORS = {
 def console() -> Console:
     """Returns a console as wide as the terminal; lines written to a file or a pipe are never wrapped."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000
-    # names of files are no markup: a pattern may have [a-f] in it
+    # no markup: a pattern of files may contain [a-f]
     return Console(width=wide, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def print_json(facts: object) -> None:
-    """Prints facts for programs as one JSON document; NaN and infinities are text there, as in the files of a run."""
+    """Prints one JSON document, with NaN and infinities as text, as in the files of a run."""
     print(json.dumps(to_finite(facts), indent=2, allow_nan=False))
 
 
 def plain_table(*titles: str, numbers: Collection[str] = ()) -> Table:
-    """Returns a table without lines, whose columns fold; those of `numbers` are set to the right."""
+    """Returns a table without lines, whose columns fold; the columns in `numbers` are right-aligned."""
     made = Table(box=None, pad_edge=False)
     for title in titles:
         made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
@@ -74,10 +74,10 @@ def number(value: float | str | None) -> str:
 
 
 def warn(text: str) -> None:
-    """Prints a warning about files that others may have made, as one line that is harmless for a terminal."""
+    """Logs a warning about files of other users, with control characters escaped."""
     logger.warning("%s", safe(text))
 
 
 def safe(text: str) -> str:
-    """Escapes the control characters of text from a file, so that it cannot command the terminal."""
+    """Escapes the control characters of text from a file, so that it cannot control the terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -14,17 +14,17 @@ examples:
   headway data stage --tmp /scratch/me /datasets/imagenet
   srun --ntasks-per-node=1 headway data stage /datasets/imagenet  on each node of a job
 
-Started twice, it copies what is missing; started by many at once, one copies and the others wait.
+A second call copies only what is missing. Of many calls at once, one copies and the others wait.
 For a job that headway submits: headway submit --pre /datasets/imagenet ...
 """
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(
-        "data stage", "Copies files and directories to a node's own disk, whole and once.", _EXAMPLES
+        "data stage", "Copies files and directories to a node's own disk, once per node.", _EXAMPLES
     )
     parser.add_argument("sources", metavar="SOURCE", nargs="+", help="file or directory; links are followed")
-    parser.add_argument("--tmp", metavar="DIR", help="where to (default: $SLURM_TMPDIR)")
+    parser.add_argument("--tmp", metavar="DIR", help="where to copy (default: $SLURM_TMPDIR)")
     parser.add_json()
     options = parser.parse_args(argv)
     staged = stage(options.sources, options.tmp)

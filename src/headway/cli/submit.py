@@ -19,7 +19,7 @@ examples:
   headway submit --nodes 2 --gpus-per-node 8 --time 2:00:00 train.py --lr 3e-4
   headway submit --on cluster.yaml --array lr=1e-3,3e-4 seed=1,2,3 train.py
   headway submit --dry-run --nodes 2 train.py       show the job script, submit nothing
-  headway submit --nodes 8 --doctor train.py        examine the nodes before SCRIPT, end with 1 if they are not fit
+  headway submit --nodes 8 --doctor train.py        examine the nodes first, and exit with 1 if they are not fit
   headway submit --nodes 1-4 train.py               as many nodes as are free, at least one
   headway submit --extra mail-type=END --setup 'module load cuda' --env WANDB_MODE=offline train.py
 
@@ -27,7 +27,7 @@ The job runs a copy of the code as it is now, in a new run directory, so you can
 its time is up, it saves and queues itself again.
 
 Exit codes: 0 submitted; 1 it may be in the queue, but SLURM's answer was lost; 2 refused, by headway or SLURM; with
---watch, the job's, or of an array that of the first run that failed.
+--watch, the exit code of the job, or of the first failed run of an array.
 """
 
 
@@ -57,15 +57,17 @@ def main(argv: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("submit", "Submits a script as a SLURM job, with the code as it is now.", _EXAMPLES)
     parser.add_argument("--name", help="name of the run (default: the script's)")
-    parser.add_argument("--root", default="runs", help="where run directories are made (default: runs)")
+    parser.add_argument(
+        "--root", default="runs", metavar="DIR", help="where run directories are made (default: runs)"
+    )
     parser.add_argument("--dirty", choices=("snapshot", "refuse", "live"), default="snapshot",
-                        help="what to do about changes that are not committed: copy them, refuse, or run the files "
-                        "where they lie (default: snapshot)")  # fmt: skip
+                        help="what to do about uncommitted changes: copy them, refuse, or run the files in place "
+                        "(default: snapshot)")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="show the job script; submit nothing")
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="show the job's output until it ends; of an array, that of one run after the other",
+        help="show the job's output until it ends; for an array, of one run after the other",
     )
     parser.add_json()
     add_target(parser)
@@ -84,5 +86,5 @@ def _show(done: SubmittedJob) -> None:
         for run in done.runs:
             print(f"  {run.path}")
     commands = schedulers.load(done.ids.scheduler).commands(done.ids)
-    print(f"\n  {commands['look']}        is it waiting, is it running\n  tail -F {first.job_log}")
+    print(f"\n  {commands['look']}        is it waiting or running?\n  tail -F {first.job_log}")
     print(f"  {commands['cancel']}              end it; it saves first")

@@ -1,4 +1,4 @@
-"""The settings of a job as options of a verb, under sbatch's names, and the target that they describe."""
+"""Options for the settings of a job, named as in sbatch, and the target that they describe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.launcher.targets import ClusterTarget, Slurm, read_target, target_f
 
 
 def add_target(parser: Parser, *, leave_out: tuple[str, ...] = ()) -> None:
-    """Adds --on and an option for each setting of a SLURM job, but for those to leave out."""
+    """Adds --on and an option for each setting of a SLURM job, except those in `leave_out`."""
     parser.add_argument("--on", metavar="FILE", help="settings from a YAML file; options override them")
     settings = parser.add_argument_group("settings of the job, as sbatch calls them")
     for each in target_fields(Slurm):
@@ -21,7 +21,7 @@ def add_target(parser: Parser, *, leave_out: tuple[str, ...] = ()) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, name: str, kind: Any, help: str) -> None:
-    """One option for one setting; those that are not given stay out of the result."""
+    """Adds the option of a setting; an option that is not given is absent from the result."""
     flag = f"--{name.replace('_', '-')}"
     common: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
     if kind == "bool":
@@ -43,7 +43,7 @@ def _number_or_range(text: str) -> int | str:
 
 
 def read_options(options: argparse.Namespace, **defaults: Any) -> ClusterTarget:
-    """The target of a command line; `defaults` are settings that neither it nor the file of --on gives."""
+    """Returns the target of a command line; `defaults` are for settings that neither it nor the file of --on has."""
     values: dict[str, Any] = {}
     given = {each.name: getattr(options, each.name) for each in target_fields(Slurm) if each.name in options}
     if options.on is not None:

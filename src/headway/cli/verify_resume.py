@@ -9,13 +9,13 @@ from headway.system.log import logger
 
 _EXAMPLES = """\
 examples:
-  headway verify-resume train.py --epochs 2                       one rank; what follows the script belongs to it
+  headway verify-resume train.py --epochs 2                       one rank; options after the script are its own
   headway verify-resume --nproc 2 --other-nproc 1 train.py        also resumed on another number of ranks
   headway verify-resume --json train.py > verdicts.json
 
-The script must save, by pipe.enable_checkpointing() or in a loop of its own with hw.train.Ledger. It is started about
-ten times: give it little to do.
-Exit codes: 0 all the same; 1 something differs, or the script failed; 2 bad usage.
+The script must save, with pipe.enable_checkpointing() or in its own loop with hw.train.Ledger. It is started about ten
+times: make the training short.
+Exit codes: 0 all equal; 1 something differs, or the script failed; 2 bad usage.
 """
 
 

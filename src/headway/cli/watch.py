@@ -34,11 +34,11 @@ examples:
   headway watch x7k2 --once                  print the screen once
   headway watch x7k2 | tee watch.txt         a line every ten seconds, until the run is over
   headway watch --alert failed --alert silent > watch.txt &
-                                             post to $HEADWAY_ALERT_URL when a run fails or is silent,
-                                             for all runs of the root, until it is ended
+                                             post to $HEADWAY_ALERT_URL when a run of the root
+                                             fails or is silent, until this process is ended
 
 keys: q quit, n/p next and previous run, c next curve, up/down a rank and its log, m messages of all ranks.
-It reads the run directory and nothing else: start and leave it when you like, training does not notice.
+It only reads the run directory: you can start and quit it at any time without affecting training.
 """
 
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         runs = _running_first(runs)
     problems: list[str] = []
     try:
-        # on the live screen, lines of others would be in the way
+        # warnings would destroy the live screen: they follow at the end
         with _alerting(options, problems.append if sys.stdout.isatty() else logger.warning):
             _show(runs, options)
     finally:
@@ -94,7 +94,7 @@ def _follow(run: Run, options: argparse.Namespace) -> None:
         follow(RunView(run), _print_line)
         return
     _follow_while_there(run)
-    print("alerts go on for all runs of the root: Ctrl-C ends them", flush=True)
+    print("alerts continue for all runs of the root, until Ctrl-C", flush=True)
     while True:
         for each in _running(options):
             print(safe(f"now {each.id}"), flush=True)
@@ -103,7 +103,7 @@ def _follow(run: Run, options: argparse.Namespace) -> None:
 
 
 def _follow_while_there(run: Run) -> None:
-    """Prints lines about a run of a root until it is over, or removed: alerts about the others go on."""
+    """Prints lines about a run of a root until it is over, or removed; alerts about other runs continue."""
     try:
         follow(RunView(run), _print_line)
     except UsageError as error:
@@ -127,7 +127,7 @@ def _pause() -> None:
 
 
 def list_watched(place: str | None, root: str) -> Sequence[Run]:
-    """Returns the runs that a place means; a root means all runs in it, the newest first."""
+    """Returns the runs at a place: those of a run or sweep, or all runs of a root, the newest first."""
     if place is not None and not _is_root(place):
         return resolve([place], root)
     directory = root if place is None else place
@@ -144,13 +144,13 @@ def _is_root(place: str | None) -> bool:
 
 
 def _running_first(runs: Sequence[Run]) -> Sequence[Run]:
-    """Sorts runs that are running to the front; of a run that was killed, its own record alone may still say so.
+    """Sorts running runs to the front: first those certain to run, then those whose files alone say so.
 
-    A process of this machine is certain. For others, the first screen waits neither for a scheduler nor a heartbeat.
+    Only processes of this machine are certain: the first screen does not wait for a scheduler or a heartbeat.
     """
-    said_to_run = [run for run in runs if _is_said_to_run(run)]
-    unknown = Queue(note="the scheduler is not asked")
-    found = {each.run.path: each.status for each in summarize(said_to_run, queue=unknown, heartbeat_wait_s=0)}
+    candidates = [run for run in runs if _is_recorded_as_running(run)]
+    unknown = Queue(note="the scheduler was not queried")
+    found = {each.run.path: each.status for each in summarize(candidates, queue=unknown, heartbeat_wait_s=0)}
 
     def place(run: Run) -> int:
         now = found.get(run.path)
@@ -159,7 +159,7 @@ def _running_first(runs: Sequence[Run]) -> Sequence[Run]:
     return sorted(runs, key=place)
 
 
-def _is_said_to_run(run: Run) -> bool:
+def _is_recorded_as_running(run: Run) -> bool:
     attempts = (read_json(run.info_file) or {}).get("attempts") or [{}]
     return bool(attempts[-1].get("status") == "running")
 

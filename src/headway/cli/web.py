@@ -21,9 +21,8 @@ examples:
   headway web x7k2                           a run by the end of its id
   headway web /scratch/me/runs --port 8265   all runs there, on a port that you choose
 
-It listens on 127.0.0.1 only, and prints an address with a token, without which nobody gets an answer; and the `ssh -L`
-line to run on your own machine if this is another one. It reads run directories and nothing else: training does not
-notice. Ctrl-C ends it.
+It listens on 127.0.0.1 only, and prints a URL with a token, which every request needs; and the `ssh -L` command to run
+on your own machine if this is another one. It only reads run directories, so training is not affected. Ctrl-C ends it.
 """
 
 
@@ -31,12 +30,12 @@ def main(argv: list[str]) -> int:
     parser = Parser("web", "Shows runs in a browser: live curves, ranks, settings, logs, sweeps.", _EXAMPLES)
     parser.add_run(nargs="?", metavar="RUN|ROOT", more=", or a directory of runs")
     parser.add_argument(
-        "--port", type=natural, default=0, metavar="N", help="listen there (default: a free port)"
+        "--port", type=natural, default=0, metavar="N", help="port to listen on (default: a free port)"
     )
-    parser.add_argument("--json", action="store_true", help="print the address for programs, then serve")
+    parser.add_argument("--json", action="store_true", help="print the address as JSON, then serve")
     options = parser.parse_args(argv)
     if options.port > _MAX_PORT:
-        raise UsageError(f"--port {options.port} is not a port; they end at {_MAX_PORT}")
+        raise UsageError(f"--port {options.port} is not a valid port; the largest is {_MAX_PORT}")
     library, first, what = _library(options.run, options.root)
     address = listen(options.port)
     url, tunnel = address.url(first), address.ssh_command()
@@ -44,9 +43,9 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"url": url, "port": address.port, "ssh": tunnel}), flush=True)
     else:
         print(
-            f"{what}:\n\n  {url}\n\nfrom another machine, run there, and open the same address:\n\n  {tunnel}\n"
+            f"{what}:\n\n  {url}\n\non another machine, run this first, and open the same address:\n\n  {tunnel}\n"
         )
-        print("Ctrl-C ends this; training does not notice", flush=True)
+        print("Ctrl-C ends this, and does not affect training", flush=True)
     try:
         serve(address, library)
     except KeyboardInterrupt:

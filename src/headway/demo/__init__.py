@@ -1,4 +1,4 @@
-"""The tour of `headway demo`: a small training that is killed and resumed, by the commands that a user would type.
+"""The tour of `headway demo`: a small training is killed and resumed, with the commands that a user would type.
 
-`tour` runs them. `draw.py` and `train.py` are the scripts that they run: copied to the demo's directory, to be read.
+`tour` runs them. `draw.py` and `train.py` are their scripts, which the tour copies to the demo's directory.
 """

@@ -23,7 +23,7 @@ SIZE = 32
 _NOISE = 40  # of 255
 
 Pixels = npt.NDArray[np.uint8]
-# whether a point is inside a shape, from its distance to the center as parts of the radius
+# whether a point is inside a shape, by its distance from the center in units of the radius
 SHAPES: dict[str, Callable[[Any, Any], Any]] = {
     "circle": lambda x, y: np.hypot(x, y) < 1,
     "cross": lambda x, y: (np.minimum(abs(x), abs(y)) < 0.3) & (np.maximum(abs(x), abs(y)) < 1),
@@ -65,7 +65,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def write_split(directory: Path, each: int, *, seed: int, arrays: bool) -> None:
-    """Draws so many pictures of each shape into a directory."""
+    """Draws `each` pictures of each shape into a directory."""
     random = np.random.default_rng(seed)
     for label, shape in enumerate(SHAPES):
         place = directory if arrays else directory / shape

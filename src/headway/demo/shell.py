@@ -17,12 +17,12 @@ from rich.text import Text
 from headway.errors import HeadwayError
 
 _PROGRAMS = {"headway": [sys.executable, "-m", "headway"], "python": [sys.executable]}
-"""this installation's, also where it is not on the PATH"""
+"""of this installation, which need not be on the PATH"""
 
 
 @final
 class Shell:
-    """Types commands in a directory: prints them, runs them, and lets their output through.
+    """Runs commands in a directory: prints each command, and passes its output through.
 
     >>> Shell(Path("headway-demo"), Console()).type("headway data pack pictures/train shards/train")
     """
@@ -37,16 +37,16 @@ class Shell:
         return time.monotonic() - self._began
 
     def begin_step(self, title: str, words: str) -> None:
-        """Prints the heading of a step, and in a sentence or two what it does."""
+        """Prints the heading of a step, and a sentence about it."""
         self._steps += 1
         self._screen.print(Text.assemble("\n", (f"{self._steps}  {title}", "bold")), soft_wrap=True)
         self._screen.print(Text(words, "dim"))
 
     def show(self, line: str) -> None:
-        """Prints a command, and does not run it."""
+        """Prints a command without running it."""
         prompt = Text.assemble("\n", ("$ ", "green"), (line, "bold cyan"))
         self._screen.print(prompt, soft_wrap=True)
-        self._screen.file.flush()  # what the command prints comes after
+        self._screen.file.flush()  # before the output of the command
 
     def type(self, line: str, *, fails: bool = False, **variables: str) -> None:
         """Runs a command; raises `HeadwayError` unless it ends with 0, or with another code if it `fails`."""
@@ -61,13 +61,13 @@ class Shell:
             )
 
     def _wait(self, command: list[str], variables: Mapping[str, str]) -> int:
-        # those of this terminal could name another run, or a fault
+        # HEADWAY_ variables could name another run, or a fault
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
         child = subprocess.Popen(
             command, cwd=self.directory, env=environ | dict(variables), stdin=subprocess.DEVNULL
         )
         try:
             return child.wait()
-        except KeyboardInterrupt:  # the terminal has sent it to the command, too, which may have to save
+        except KeyboardInterrupt:  # the command got it, too, and may have to save
             child.wait()
             raise

@@ -1,4 +1,4 @@
-"""The steps of the tour, one after the other."""
+"""The steps of the tour."""
 
 from __future__ import annotations
 

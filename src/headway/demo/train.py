@@ -1,8 +1,8 @@
-"""The training script of `headway demo`: tells six shapes apart. It is an ordinary script, copied to be read.
+"""The training script of `headway demo`: an ordinary script that classifies six shapes.
 
     headway run --nproc 2 train.py
 
-Kill it and start it again: it resumes where it was, and every loss is what it would have been.
+Kill it and start it again: it resumes where it was, and every loss is the same as without the kill.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def make_net() -> nn.Module:
     for before, after in ((3, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
         layers += [nn.MaxPool2d(2)]
-    # chance, too, must be the same after a resume
+    # dropout draws random numbers, which must also be the same after a resume
     return nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(128, SHAPES)
     )
 
 
 def batch(size: int = 32) -> tuple[Tensor, Tensor]:
-    """What `headway plan module train.py:make_net` traces the network with."""
+    """Returns the batch with which `headway plan module train.py:make_net` traces the network."""
     return torch.randn(size, 3, SIZE, SIZE), torch.randint(SHAPES, (size,))
 
 
@@ -49,7 +49,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=64, help="pictures of all ranks together in a step")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="global batch size: pictures per step, of all ranks"
+    )
     parser.add_argument("--lr", type=float, default=3e-3)
     options = parser.parse_args()
     hw.init(device="cpu")  # two ranks can share a CPU, but not a GPU; without it, a GPU for each rank

@@ -1,5 +1,5 @@
-"""Is this machine fit to train? `examine` runs all checks and returns a `MachineReport` (`headway doctor` prints it).
+"""Checks whether this machine is fit to train: `examine` runs all checks and returns a `MachineReport`.
 
-`checks` has the verdicts, `probes` the facts behind them, `canary` the job that tests links. For several nodes of a
-cluster, `examination` is what its ranks do, `cluster` has the verdicts, `job` submits it. Imports no torch.
+`checks` has the verdicts, `probes` collects facts, `canary` is the program that tests links. For nodes of a cluster,
+`job` submits a job, `examination` is the program of its ranks, and `cluster` has the verdicts. Imports no torch.
 """

@@ -1,7 +1,7 @@
-"""Checks whether this machine is fit to train. Each check has a verdict and, unless it is ok, advice.
+"""Checks whether this machine is fit to train. Each check has a verdict and, unless that is ok, advice.
 
 A check is a function from facts to a `CheckResult`; `examine_node` and `examine` collect the facts, most of them with
-`headway.doctor.probes`. It also works on a machine on which torch cannot be imported.
+`headway.doctor.probes`. All of this also works where torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def examine(*, root: Path, canary: bool = True) -> MachineReport:
 def examine_node(
     root: Path, samples: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[list[CheckResult], Topology | None]:
-    """Runs the checks of `headway doctor` that each node of a job runs, too; `samples` are of GPUs under load.
+    """Runs the checks that `headway doctor` and each node of a job have in common; `samples` are of GPUs under load.
 
     Also returns the topology, None if torch cannot be imported.
     """
@@ -108,7 +108,7 @@ def examine_node(
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Returns the worst of some verdicts; "ok" if there are none.
+    """Returns the worst verdict; "ok" if there are none.
 
     >>> worst(["ok", "bad", "warn"])
     'bad'
@@ -137,7 +137,7 @@ def warn(name: str, detail: str, advice: str) -> CheckResult:
 
 
 def bad(name: str, detail: str, advice: str) -> CheckResult:
-    """Returns a result that will stop runs."""
+    """Returns a result that makes runs fail."""
     return CheckResult(name=name, verdict="bad", detail=detail, advice=advice)
 
 
@@ -204,7 +204,7 @@ def gpus(
             "GPUs", detail, "run nvidia-smi; after a driver update, restart the machine or the container"
         )
     if driver is None or not topology.gpus:
-        if device_files:  # those of a node are there for all, and a job may use its own
+        if device_files:  # a job sees the device files of all GPUs of the node, but may use only its own
             detail = f"/dev has {device_files}, but this process may use none of them: it trains on the CPU"
             return warn(
                 "GPUs", detail, "to use them, request GPUs: --gpus-per-node, or docker run --gpus all"
@@ -315,7 +315,7 @@ def system() -> Iterator[CheckResult]:
 
 
 def cpus(usable: int, total: int, *, gpus: int) -> CheckResult:
-    """Checks that there are CPUs enough for data loading."""
+    """Checks that there are enough CPUs for data loading."""
     detail = f"{usable} of {total} usable" if usable < total else f"{total}"
     if gpus and usable < 2 * gpus:
         advice = "data loading needs more: request them (--cpus-per-task), or check taskset"
@@ -324,7 +324,7 @@ def cpus(usable: int, total: int, *, gpus: int) -> CheckResult:
 
 
 def host_memory(total: int, available: int, *, limit: int | None) -> CheckResult:
-    """Checks the free memory, of the machine and in its control groups; `limit` is the tightest of these."""
+    """Checks the free memory of the machine and its cgroups; `limit` is the tightest limit of a cgroup."""
     detail = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     if limit is not None and limit < total:
         detail, available = f"{detail}, this process may use {limit / _GIB:.1f}", min(available, limit)

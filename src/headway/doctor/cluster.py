@@ -1,7 +1,7 @@
-"""Are these nodes fit to train together? Verdicts from what each node reports about itself, and from their links.
+"""Checks whether nodes are fit to train together, from the report of each node and measurements between them.
 
-A check of one node becomes one line for all nodes, which names those where it is not ok. What only a comparison shows
-has lines of its own: versions, rates of storage, speeds of GPUs, links, clocks.
+The same check on all nodes becomes one line, which names the nodes where it is not ok. Comparisons have their own
+lines: versions, rates of storage, speeds of GPUs, links, clocks.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from headway.dist.topology.interconnect import Interconnect
 
 _SLOW_FRACTION = 0.5
-"""of the median of all nodes: what reads or writes more slowly is named"""
+"""of the median: nodes that read or write more slowly are named"""
 _SLOW_GPU_FRACTION = 0.85
-"""of the median of all GPUs: the slowest one sets the pace of a synchronous step"""
+"""of the median: the slowest GPU sets the pace of a synchronous step"""
 _SLOW_DISK = 50.0
 """MB/s below which checkpoints hold up a run"""
 _SKEW_S = 1.0
 _NAMED = 4
 _MUST_AGREE = ("headway", "torch", "CUDA", "NCCL")
-"""ranks with different ones fail when they join, or exchange what the other does not understand"""
+"""ranks with different versions of these fail when they join, or cannot read each other's messages"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What one node reports about itself. Rates are in MB/s; `gpus` are samples under load, by NVML."""
+    """The report of one node. Rates are in MB/s; `gpus` are NVML samples under load."""
 
     host: str
     versions: Mapping[str, str] = field(default_factory=dict)
     checks: Sequence[CheckResult] = ()
     rates: Mapping[str, float | str] = field(default_factory=dict)
-    """of storage, by what was done; a text says why it failed"""
+    """of storage, by operation; a text if it failed"""
     gpus: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NodeReport:
-        """The report that another rank has sent as plain values."""
+        """Makes a report from the plain values that another rank sent."""
         return cls(**{**values, "checks": [CheckResult(**each) for each in values["checks"]]})
 
 
@@ -75,7 +75,7 @@ def judge(
     clocks: Sequence[ClockOffset],
     rank_hosts: Sequence[str],
 ) -> ClusterReport:
-    """Turns what was measured into verdicts. `speeds` are the TFLOP/s of each rank's GPU, None without one."""
+    """Turns measurements into verdicts. `speeds` are the TFLOP/s of each rank's GPU, None without a GPU."""
     names = dict.fromkeys(check.name for node in nodes for check in node.checks)
     found = [versions({node.host: node.versions for node in nodes})]
     for name in names:
@@ -92,7 +92,7 @@ def judge(
 
 
 def combine(found: Mapping[str, CheckResult]) -> CheckResult:
-    """One line for all nodes, by host, from a line for each: the worst verdict, and the nodes that have it.
+    """Combines the results of one check on several hosts: the worst verdict, and the nodes that have it.
 
     >>> combine({"n1": ok("CPUs", "64"), "n2": ok("CPUs", "64")}).detail
     '64'
@@ -110,7 +110,7 @@ def combine(found: Mapping[str, CheckResult]) -> CheckResult:
 
 
 def versions(found: Mapping[str, Mapping[str, str]]) -> CheckResult:
-    """Checks that all nodes have the same versions of what must match."""
+    """Checks that all nodes have the same versions."""
     differ, must = [], False
     for name in dict.fromkeys(name for each in found.values() for name in each):
         hosts: dict[str, list[str]] = {}
@@ -130,7 +130,7 @@ def versions(found: Mapping[str, Mapping[str, str]]) -> CheckResult:
 
 
 def storage_rate(what: str, found: Mapping[str, float | str]) -> CheckResult:
-    """Checks a rate of storage, in MB/s by host: a text says why a node could not do it at all.
+    """Checks a rate of storage by host, in MB/s; a text in its place is the error of that node.
 
     >>> storage_rate("data read: /data", {"n1": 900.0, "n2": 1100.0}).detail
     '/data: 1,000 MB/s on each of 2 nodes'
@@ -168,7 +168,7 @@ def gpu_speed(speeds: Sequence[float | None], hosts: Sequence[str]) -> CheckResu
 
 
 def interconnect(found: Interconnect) -> CheckResult:
-    """Checks the links between ranks: bytes that arrive changed are bad, slow links are named."""
+    """Checks the links between ranks: corrupted bytes are bad, slow links are a warning."""
     problems = found.problems()
     more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
     detail = "; ".join(problems[:_NAMED]) + more
@@ -188,14 +188,14 @@ def interconnect(found: Interconnect) -> CheckResult:
 
 
 def clock_skew(found: Sequence[ClockOffset], hosts: Sequence[str]) -> CheckResult:
-    """Checks that the clocks of the nodes agree; what a round trip leaves open does not count."""
+    """Checks that the clocks of the nodes agree, within the uncertainty of the measurement."""
     far = [
         f"{hosts[each.rank]} {each.certain_s:.1f} s {'ahead' if each.offset_s > 0 else 'behind'}"
         for each in found
         if each.certain_s > _SKEW_S
     ]
     if far:
-        advice = "silent runs and ages of checkpoints are misjudged: ask the site to synchronize clocks"
+        advice = "silent runs and ages of checkpoints will be wrong: ask the site to synchronize clocks"
         return warn("clocks", f"compared with {hosts[0]}: {shorten_list(far, _NAMED)}", advice)
     if not found:
         return ok("clocks", "one node")

@@ -1,7 +1,7 @@
-"""The examination of several nodes, as ranks of a job: `python -m headway.doctor.examination RESULT [DATA ...]`.
+"""Examines the nodes of a job, as its ranks: `python -m headway.doctor.examination RESULT [DATA ...]`.
 
-Every rank takes part in the canary between ranks; local rank 0 reports on its node. Rank 0 judges, writes RESULT as
-JSON into its run directory, and prints a line per check. All ranks exit with 1 if something would break a run.
+Every rank tests its links to the others; local rank 0 reports on its node. Rank 0 writes the verdicts to RESULT, as
+JSON in the run directory, and prints a line per check. All ranks exit with 1 if a run would fail.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(result: str, *data: str, file_bytes: int = _FILE_BYTES) -> int:
 
 
 def _examine(world: World, result: Path, data: Sequence[Path], file_bytes: int) -> str:
-    """Measures one thing after the other, each on all nodes at once, as a run would do it."""
+    """Runs one measurement after the other, each on all nodes at once, as in a run."""
     from headway.dist.collective.exchange import RankExchange
     from headway.dist.topology.clocks import measure_clocks
     from headway.dist.topology.interconnect import check_interconnect
@@ -88,7 +88,7 @@ def _uuid(world: World) -> str | None:
 
 
 def is_used(gpu: Mapping[str, Any], used: Collection[str]) -> bool:
-    """Whether a sampled GPU is a rank's: a shared node may show those of other jobs. One that is lost counts.
+    """Returns whether a GPU is used by a rank, or does not respond; a shared node may show GPUs of other jobs.
 
     >>> is_used({"uuid": "GPU-ab"}, {"ab"}), is_used({"uuid": "GPU-cd"}, {"ab"}), is_used({"error": "lost"}, {"ab"})
     (True, False, True)
@@ -104,7 +104,7 @@ def _node_report(
 
 
 def own_versions() -> dict[str, str]:
-    """Returns the versions that must agree between nodes, and some that should."""
+    """Returns the versions that must or should be equal on all nodes."""
     import torch
 
     from headway.dist.topology.nvml import read_driver
@@ -122,9 +122,9 @@ def own_versions() -> dict[str, str]:
 def _measure_storage(
     exchange: RankExchange, rank: int, firsts: Sequence[int], directory: Path, data: Sequence[Path], size: int
 ) -> dict[str, float | str]:
-    """Local rank 0 of each node writes a file, reads the one of the next node, and then from the data.
+    """Measures, on local rank 0 of each node, writing a file, reading the file of the next node, and reading data.
 
-    A node's own file may still be in its memory; that of another node is not.
+    A node's own file may still be in its page cache; the file of another node is not.
     """
     paths = {each: directory / f".storage-{each:05d}.bin" for each in firsts}
     rates: dict[str, float | str] = {}
@@ -175,7 +175,7 @@ def _load_gpu(world: World, *, sample: bool) -> tuple[float | None, list[dict[st
         return time.perf_counter() - start
 
     samples: list[dict[str, Any]] = []
-    seconds(1)  # the first one also loads the library
+    seconds(1)  # warm-up: it loads the library
     count = max(2, min(10_000, int(_LOAD_S / max(seconds(1), 1e-6))))
     seconds(count)  # until clocks and temperature have settled
     samples.clear()

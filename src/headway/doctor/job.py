@@ -1,4 +1,4 @@
-"""A job of its own that examines nodes of a cluster: submitted like any other, waited for, and read."""
+"""Submits a job that examines nodes of a cluster, waits for it, and reads its report."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ NOT_FOR_EXAMINATIONS = (
     "max_requeues",
     "max_restarts",
 )
-"""settings of a target that are about a run: an examination has none of them, whatever a file says"""
+"""settings of a target that are for training runs: an examination ignores them"""
 _LOOK_S = 1.0
 _TAIL_LINES = 12
 Report = dict[str, Any]
-"""`ClusterReport.to_dict`, as the ranks of the job have written it"""
+"""`ClusterReport.to_dict()`, as the job wrote it"""
 
 
 def submit(target: ClusterTarget, *, root: Path, data: Sequence[Path] = ()) -> Job:
@@ -62,14 +62,14 @@ def submit(target: ClusterTarget, *, root: Path, data: Sequence[Path] = ()) -> J
     return Job(run)
 
 
-def wait(job: Job, tell: Callable[[Status, float], None], look_s: float = _LOOK_S) -> Report:
-    """Waits for the end of the job and returns its report; `tell` is called with its state and the seconds so far.
+def wait(job: Job, report_state: Callable[[Status, float], None], look_s: float = _LOOK_S) -> Report:
+    """Waits for the end of the job and returns its report; calls `report_state` with its state and the seconds so far.
 
     Raises `HeadwayError` with the last lines of the job's log if the examination itself failed.
     """
     start = time.monotonic()
     while not (now := job.status()).over:
-        tell(now, time.monotonic() - start)
+        report_state(now, time.monotonic() - start)
         time.sleep(look_s)
     report = read_json(job.run.doctor_file)
     if report is None:

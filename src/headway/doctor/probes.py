@@ -1,4 +1,4 @@
-"""Facts about this machine, without a verdict: those are in `headway.doctor.checks`."""
+"""Collects facts about this machine; `headway.doctor.checks` has the verdicts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def count_gpu_files() -> int:
 
 
 def sample_gpus() -> list[dict[str, Any]]:
-    """Returns what NVML reports about each GPU now: load, memory, clocks, throttling, and its memory's errors."""
+    """Returns an NVML sample of each GPU: load, memory, clocks, throttling and memory errors."""
     from headway.record.devices.gpu import memory_errors, nvml_session, sample_gpu
 
     with nvml_session() as handles:

@@ -1,4 +1,4 @@
-"""How fast a node writes and reads files: whole megabytes, to the disk and from it, not to and from its page cache."""
+"""Measures how fast a node writes and reads files: on the disk, not in the page cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway.system import files
 
 _BLOCK_BYTES = 4 << 20
 _FILES_MAX = 64
-"""how many files of a data root are looked at"""
+"""of a directory that are read"""
 
 
 @final
@@ -36,7 +36,7 @@ class TransferRate:
 
 
 def time_write(path: Path, size: int) -> TransferRate:
-    """Writes a new file of random bytes, which no file system can compress, up to its fsync; the file stays."""
+    """Times the write and fsync of a new file. Its random bytes cannot be compressed; the file stays."""
     block = os.urandom(min(size, _BLOCK_BYTES))
     written = 0
     start = time.perf_counter()
@@ -51,7 +51,7 @@ def time_write(path: Path, size: int) -> TransferRate:
 
 
 def time_read(path: Path, size: int) -> TransferRate:
-    """Reads up to `size` bytes of a file, or of the first files of a directory; what this node has cached is dropped.
+    """Times reading up to `size` bytes of a file, or of the first files of a directory, without the page cache.
 
     Raises OSError if a file cannot be read.
     """
@@ -73,7 +73,7 @@ def time_read(path: Path, size: int) -> TransferRate:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """The file itself, or the plain files below a directory, in the order of their names."""
+    """Yields the file itself, or all files below a directory, sorted by name."""
     if not path.is_dir():
         yield path
         return

@@ -1,4 +1,4 @@
-"""Prove: tools for headway's tests and for those of its users.
+"""Tools for the tests of headway and of its users.
 
     from headway.testing import ranks
 
@@ -7,8 +7,8 @@
         ...
 
 `plugin` is the pytest plugin, which is installed with headway and imports nothing until it is used; `runner`, `pool`,
-`process` and `worker` run a test on several ranks. `faults` makes a process fail at a named place, `leaks` finds what a
-test leaves behind, `verify` kills and resumes a training script.
+`process` and `worker` run a test on several ranks. `faults` makes a process fail at a named place, `leaks` finds
+resources that a test does not release, `verify` kills and resumes a training script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A test in a rank: imported as pytest imports it, and called with what pytest's process made for it."""
+"""Imports a test in a rank as pytest does, and calls it with the fixtures that pytest's process made."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _unpack(config: pytest.Config, task: RankTask, data: bytes) -> Any:
 
 @final
 class _Unpickler(pickle.Unpickler):
-    """Unpickles what pytest's process sent, with the classes of a conftest.py, which cannot be imported by name."""
+    """Unpickles values of pytest's process, also of classes in a conftest.py, which cannot be imported by name."""
 
     def __init__(self, config: pytest.Config, task: RankTask, data: bytes) -> None:
         super().__init__(BytesIO(data))

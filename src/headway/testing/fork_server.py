@@ -1,7 +1,7 @@
-"""How the process of a rank starts: as a fork of a process that has imported torch, in milliseconds.
+"""Starts the process of a rank as a fork of a process that has imported torch, in milliseconds.
 
-Only Linux lets a process adopt what another one forked; elsewhere each rank is an interpreter of its own, and takes
-seconds to import torch.
+Only on Linux can a process adopt the forks of another; elsewhere each rank is a new interpreter, which takes seconds to
+import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ_AT_IMPORT = (
 )  # fmt: skip
 """prefixes of the variables that the interpreter and torch read when they start, and not again in a fork"""
 _PRELOADED = ("numpy", "torch", "torch._dynamo", "headway.train.pipeline", "headway.checkpoint.write.saver")
-"""what a rank that trains imports; torch._dynamo comes with the first optimizer"""
+"""imports of a rank that trains; the first optimizer imports torch._dynamo"""
 _PR_SET_CHILD_SUBREAPER = 36
 _IMPORT_TIMEOUT_S = 120.0
 
@@ -71,7 +71,7 @@ class ForkedProcess:
 
 @final
 class ForkServer:
-    """Starts processes as forks of one that has imported what ranks need."""
+    """Starts ranks as forks of a process that has imported the modules of `_PRELOADED`."""
 
     def __init__(self, cwd: Path) -> None:
         self._read_at_import = _select(clean_environ())
@@ -106,7 +106,7 @@ class ForkServer:
         return ForkedProcess(pid)
 
     def close(self) -> None:
-        """Ends the server; the ranks that it forked go on."""
+        """Ends the server; ranks that it forked keep running."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -114,14 +114,14 @@ class ForkServer:
 
 
 def start_interpreter(cwd: Path, *, stdout: int, stderr: int, connection: int, stack: int) -> StartedRank:
-    """Starts a rank as an interpreter of its own, which imports everything itself."""
+    """Starts a rank as a new interpreter."""
     return _start_python("worker", (connection, stack), stdout, stderr, cwd)
 
 
 def _start_python(
     module: str, files: Sequence[int], stdout: int, stderr: int, cwd: Path
 ) -> subprocess.Popen[bytes]:
-    """Starts `main` of a module of this package, which gets `files`, the numbers of open files."""
+    """Starts a process that calls `main` of a module of this package with `files`, the numbers of open files."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from headway.testing.{module} import main; main(*{tuple(files)})"
@@ -139,7 +139,7 @@ def _start_python(
 
 
 def main(fd: int) -> None:
-    """Imports what ranks need, then forks one for each message; a fork goes on as a rank."""
+    """Imports the modules that ranks need, then forks for each message; each fork becomes a rank."""
     preload(_PRELOADED)  # before the connection is ours to close: what fails here is printed first
     from headway.testing import worker
 
@@ -163,9 +163,9 @@ def preload(modules: Sequence[str]) -> None:
 
 
 def serve(control: socket.socket, message_bytes: int) -> tuple[bytes, Sequence[int]] | None:
-    """Forks for each message, and answers with the pid. The process that asks adopts the fork.
+    """Forks for each message, and replies with the pid. The process that sent the message adopts the fork.
 
-    Returns in each fork: the message and the files that came with it. In the server it returns None, at the end.
+    Returns the message and its files in each fork, and None in the server when the connection is closed.
     """
     while True:
         message, files, _, _ = socket.recv_fds(control, message_bytes, 4)
@@ -175,7 +175,7 @@ def serve(control: socket.socket, message_bytes: int) -> tuple[bytes, Sequence[i
         if not (middle := os.fork()):
             parent = os.getpid()
             if os.fork():
-                os._exit(0)  # the other fork is an orphan now
+                os._exit(0)  # orphans the other fork
             while os.getppid() == parent:  # until it is adopted
                 time.sleep(0.001)
             os.write(write_end, str(os.getpid()).encode())
@@ -190,7 +190,7 @@ def serve(control: socket.socket, message_bytes: int) -> tuple[bytes, Sequence[i
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Makes this process the parent of descendants that lose theirs, so that it can wait for them."""
+    """Makes this process the parent of orphaned descendants, so that it can wait for them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
@@ -199,7 +199,7 @@ def _select(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def clean_environ() -> dict[str, str]:
-    """Returns this environment without what is meant for pytest itself or for a single test."""
+    """Returns the environment without variables that are meant for pytest itself or for a single test."""
     for_pytest = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", environment.FAILPOINT)
     kept = {name: value for name, value in os.environ.items() if name not in for_pytest}
     return {"OMP_NUM_THREADS": "1"} | kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -1,4 +1,4 @@
-"""What a test left behind: processes, sockets, files, shared memory, variables, signal handlers, streams, threads.
+"""Finds what a test left behind: processes, sockets, files, shared memory, variables, handlers, streams, threads.
 
     before = snapshot()
     ...
@@ -27,15 +27,15 @@ import psutil
 T = TypeVar("T")
 _SHARED_MEMORY = Path("/dev/shm")
 _SETTLE_S = 2.0
-"""how long children and sockets get to disappear, for each process that waits for a CPU: they may be about to end"""
+"""how long children and sockets may take to disappear, times the load per CPU"""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
-"""between two looks, each of which collects all garbage: what is not gone at once takes longer"""
+"""between two checks, each of which collects all garbage"""
 _ABSENT = object()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceSnapshot:
-    """What this process owns at one moment: identities, with what is needed to describe them."""
+    """The resources of this process at one moment: identities, with descriptions."""
 
     processes: Mapping[Hashable, str]
     files: Mapping[Hashable, int]
@@ -49,7 +49,7 @@ class ResourceSnapshot:
 
 
 def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = ()) -> ResourceSnapshot:
-    """Returns what this process owns now. Shared memory belongs to the user, not the process: ranks leave it out."""
+    """Returns the resources of this process. Shared memory belongs to the user, not the process: ranks leave it out."""
     ignored = {"PYTEST_CURRENT_TEST", *except_variables}
     children = psutil.Process().children(recursive=True)
     trackers = [child for child in children if is_resource_tracker(child)]
@@ -116,7 +116,7 @@ def _compare_memory(before: frozenset[Path], after: frozenset[Path]) -> list[str
 
 
 def _compare(before: ResourceSnapshot, after: ResourceSnapshot) -> list[str | int]:
-    """Returns a line for each thing that is new. A file is its descriptor: to say which socket it is takes long."""
+    """Returns a line for each new resource; for a file its descriptor, because describing sockets is slow."""
     return [
         *(f"process {command}" for key, command in after.processes.items() if key not in before.processes),
         *(fd for key, fd in after.files.items() if key not in before.files),
@@ -173,7 +173,7 @@ def _targets(directory: Path) -> dict[int, str]:
 
 
 def _sockets() -> dict[int, str]:
-    """Returns descriptor -> description. The kernel goes through the connections of all processes for it."""
+    """Returns descriptor -> description. This is slow: the kernel lists the connections of all processes."""
     found = {}
     for connection in psutil.Process().net_connections(kind="inet"):
         ends = [f"{address.ip}:{address.port}" for address in (connection.laddr, connection.raddr) if address]
@@ -196,12 +196,12 @@ def own_shared_memory() -> frozenset[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Returns whether this process or its children made the memory. The kernel only says which processes use it."""
+    """Returns whether this process or its children made the memory, judged by the processes that use it."""
     family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     users = {process.pid for process in psutil.process_iter() if _uses(process.pid, path)}
     if users - family:
         return False
-    if path.is_dir():  # files of anybody's, unless they are of a node cache
+    if path.is_dir():  # of any program, unless it is a node cache
         return path.name.startswith("headway")
     # multiprocessing's names are random: unused memory may be left from any killed process of this user
     return bool(users) or not path.name.startswith(("psm_", "sem.mp-"))
@@ -215,7 +215,7 @@ def _uses(pid: int, path: Path) -> bool:
 
 
 def _handler(number: int) -> object:
-    """Returns a handler; torch's own, which it installs for its data workers, counts as none."""
+    """Returns a handler; the one that torch installs for its data workers counts as none."""
     handler = signal.getsignal(number)
     module = getattr(handler, "__module__", None) or ""
     return signal.SIG_DFL if module.startswith("torch.") else handler

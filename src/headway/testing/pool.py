@@ -27,7 +27,7 @@ _MAX_POOLS = 3
 _START_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 5.0
 _GRACE_S = 2.0
-"""how long the other ranks get to end by themselves once one did not pass: they may be waiting for it"""
+"""how long other ranks may run after one failed: they may be waiting for it"""
 _ABORT_TIMEOUT_S = 2.0
 
 
@@ -59,7 +59,7 @@ class RankPool:
             shutil.rmtree(rendezvous)
 
     def is_whole(self) -> bool:
-        """Returns whether all ranks run. Between tests they send nothing: what is readable is the end of a process."""
+        """Returns whether all ranks are alive. Between tests they send nothing: what is readable has been closed."""
         return not wait([process.connection for process in self._processes], 0)
 
     def run(self, task: RankTask, timeout: float) -> list[RankResult]:
@@ -74,8 +74,8 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """Lets the ranks leave their group and end, together with what they started."""
-        if not self._in_step:  # one may wait for another that has left
+        """Lets the ranks leave their group and exit; then kills their remaining children."""
+        if not self._in_step:  # a rank may wait for one that has left
             self.kill()
             return
         for process in self._processes:
@@ -87,14 +87,14 @@ class RankPool:
         self.kill()
 
     def kill(self) -> None:
-        """Kills all ranks now, with all that they started."""
+        """Kills all ranks and their children."""
         for process in self._processes:
             process.disconnect()
         for process in self._processes:
             process.close()
 
     def _collect(self, timeout: float) -> list[RankResult]:
-        """Waits for a report or the end of each rank; only `_GRACE_S` longer once one of them did not pass."""
+        """Waits for a report or the end of each rank; at most `_GRACE_S` longer once one of them failed."""
         results: dict[int, RankResult] = {}
         first: RankResult | None = None
         deadline = time.monotonic() + timeout
@@ -117,9 +117,9 @@ class RankPool:
         return [results[process.rank] for process in self._processes]
 
     def _abort(self, stuck: list[RankHandle]) -> None:
-        """Ends ranks with a signal that makes them write their stack first; a stopped one cannot.
+        """Ends ranks with SIGABRT, on which they write their stacks; a stopped rank cannot, and is killed.
 
-        They are stopped until all have it: one that sees another end would exit without a word.
+        SIGSTOP holds all of them until each has its signal: a rank that sees another end would exit without a stack.
         """
         stopped = [process for process in stuck if process.is_stopped()]
         for process in stopped:
@@ -141,7 +141,7 @@ class RankPool:
 
 
 def _in_step(results: list[RankResult]) -> bool:
-    """Returns whether all ranks ended alike, after the same collectives. If not, one may still wait for another."""
+    """Returns whether all ranks ended alike, after the same collectives. If not, a rank may still wait for another."""
     reports = [result.report for result in results]
     return None not in reports and len({(r.outcome, r.text, r.collectives) for r in reports if r}) == 1
 

@@ -1,4 +1,4 @@
-"""One rank, seen from pytest's process: started, read from, and ended with all that it started."""
+"""One rank, as pytest's process handles it: starts it, reads its output, and ends it with its children."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from headway.testing.fork_server import StartRank
 from headway.testing.protocol import RankReport
 
 _CLEAN_UP_S = 1.0
-"""how long the children of a rank that has ended get to end by themselves"""
+"""how long the children of a rank may run after its end"""
 _ENDED_BECAUSE = re.compile(r"^headway: rank (\d+) (?:stops because rank (\d+) |of \d+ on )", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What is known about one rank when a test is over."""
+    """The result of a test on one rank."""
 
     rank: int
     report: RankReport | None
@@ -80,7 +80,7 @@ class RankHandle:
             self.connection.send(message)
 
     def disconnect(self) -> None:
-        """Closes the connection: the rank then ends itself and all that it started."""
+        """Closes the connection: the rank then kills its children and itself."""
         self.connection.close()
 
     def is_stopped(self) -> bool:
@@ -94,7 +94,7 @@ class RankHandle:
             os.kill(self.process.pid, number)
 
     def reap(self) -> int:
-        """Kills what is left of the process and its children; returns the exit status of the process."""
+        """Kills the process, if it runs, and its children; returns its exit status."""
         if self.process.returncode is None:  # until it is reaped, its pid is not reused
             self.signal(signal.SIGKILL)
             # multiprocessing's resource tracker ignores SIGTERM: it removes shared memory, and then ends by itself
@@ -143,7 +143,7 @@ class RankHandle:
         )
 
     def close(self) -> None:
-        """Waits for a process that was disconnected to end, and kills it if it does not."""
+        """Waits for the end of a disconnected process, and kills it if it does not end."""
         deadline = time.monotonic() + _CLEAN_UP_S
         while (
             self.process.returncode is None
@@ -157,6 +157,6 @@ class RankHandle:
 
 
 def find_culprit(stderr: str, rank: int) -> int | None:
-    """Returns the rank because of which headway.dist ended this one, by what it printed; None if it was its own end."""
+    """Returns the rank whose failure made headway.dist end this one, from its output; None if it ended by itself."""
     ranks = [int(match[2] or match[1]) for match in _ENDED_BECAUSE.finditer(stderr)]
     return ranks[-1] if ranks and ranks[-1] != rank else None

@@ -16,11 +16,11 @@ Outcome = Literal["passed", "failed", "skip", "xfail", "exit"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What a new process needs to become a rank that imports tests as pytest does."""
+    """The settings with which a new process becomes a rank that imports tests as pytest does."""
 
     environ: Mapping[str, str]
     variables: Mapping[str, str]
-    """what the node agent gives to a rank"""
+    """those that the node agent sets for a rank"""
     pytest_args: Sequence[str]
 
 
@@ -55,6 +55,6 @@ class RankReport:
     text: str
     """the same with traceback"""
     collectives: int
-    """how many this rank took part in; ranks that differ may still wait for each other"""
+    """number in which this rank took part; if it differs between ranks, they may still wait for each other"""
     reusable: bool
     """False if the rank left the group or something leaked"""

@@ -1,4 +1,4 @@
-"""From a pytest item to a task for ranks, and from their results to one report."""
+"""Makes a task for ranks from a pytest item, and one report from their results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(item: pytest.Item) -> None:
 
 
 def run(item: pytest.Function, pools: RankPools) -> None:
-    """Runs the test on its ranks and ends as they ended."""
+    """Runs the test on its ranks, and passes, fails or skips as they did."""
     __tracebackhide__ = True
     settings = marks.find(item)
     assert settings is not None
@@ -137,7 +137,7 @@ def _show_output(item: pytest.Item, results: list[RankResult]) -> None:
 
 
 def _raise_outcome(results: list[RankResult]) -> None:
-    """Ends as the ranks ended: failed if one of them failed by itself; else exited, xfailed or skipped."""
+    """Raises the outcome of the ranks: failed if one of them failed by itself; else exited, xfailed or skipped."""
     __tracebackhide__ = True
     released = [result for result in results if result.released]
     failed = [r for r in results if not r.released and (r.report is None or r.report.outcome == "failed")]

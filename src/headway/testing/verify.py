@@ -32,7 +32,7 @@ from headway.testing import faults
 
 _LONGEST_TIMEOUT_S = 1e9
 _SLOWER, _END_S = 2.0, 60.0
-"""a start that is killed may take so many times as long as an uninterrupted one, and this time to end"""
+"""limit of a start that is killed: this multiple of an uninterrupted one, and these seconds to end"""
 _OUTPUT_CHARS = 2000  # of the end of a script's output, shown when it fails
 
 POINTS = {
@@ -175,7 +175,7 @@ def verify_resume(
 
 
 def points(golden: LedgerContents) -> Iterator[KillPoint]:
-    """Yields where to kill a run that makes these steps when it is not interrupted."""
+    """Yields the points at which to kill a run that has these steps when it is not interrupted."""
     steps = list(golden.last.values())
     epochs: dict[tuple[str, int], list[int]] = {}
     for row in steps:
@@ -211,7 +211,7 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
 
 
 def compare_runs(one: Run, other: Run) -> tuple[bool, str]:
-    """Compares two runs by their ledgers and last checkpoints; returns whether they did the same, and in words what.
+    """Compares two runs by their ledgers and last checkpoints; returns whether they are equal, and what was compared.
 
     Of runs on different numbers of ranks, only the samples are compared.
 
@@ -247,7 +247,7 @@ def _part(path: Path, begin: int, end: int) -> str:
 
 
 def _compare_ends(golden: Run, other: Run, words: str) -> tuple[bool, str]:
-    """Compares the last checkpoints: a custom loop may log no losses, but its weights must be equal, too."""
+    """Compares the last checkpoints: a custom loop may log no losses, but its weights must be equal."""
     mine, theirs = last_checkpoint(golden), last_checkpoint(other)
     wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if wrong:
@@ -267,7 +267,7 @@ def _unknown(row: LedgerRow) -> bool:
 @final
 @dataclass(kw_only=True)
 class _Trial:
-    """Starts one script, again and again."""
+    """The starts of one script."""
 
     script: str
     args: list[str]
@@ -373,15 +373,15 @@ class _Trial:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                errors="replace",  # a script prints what it likes
+                errors="replace",  # output may not be UTF-8
                 timeout=limit_s,
             )
         except subprocess.TimeoutExpired:
             if limit_s < self.timeout:
-                at, took = fault and fault.text, f"{self._took_s:.0f} s"
                 raise HeadwayError(
-                    f"{self.script} was to be killed at {at}, and did not end within {limit_s:.0f} s, though "
-                    f"uninterrupted it took {took}: look for threads and processes that outlive a failure"
+                    f"{self.script} was to be killed at {fault and fault.text}, and did not end within {limit_s:.0f} "
+                    f"s, though uninterrupted it took {self._took_s:.0f} s: look for threads and processes that "
+                    "outlive a failure"
                 ) from None
             raise HeadwayError(
                 f"{self.script} did not end within {self.timeout:g} s: shorten it, or raise the timeout"

@@ -1,4 +1,4 @@
-"""A rank that runs tests: a process that joins the group once and then runs the tests that it is sent."""
+"""A rank that runs tests: a process that joins the group once, and then runs the tests that it receives."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ from headway.testing.protocol import Outcome, RankReport, RankTask, WorkerSetup
 
 
 def main(fd: int, stack_fd: int) -> None:
-    """Becomes a rank and runs the tests that come through `fd`, until a None comes.
+    """Becomes a rank, and runs the tests that it receives through `fd`, until it receives None.
 
     If this process crashes or is aborted, its stack is written to `stack_fd`.
     """
     connection: Connection[Any, Any] = Connection(fd)
-    os.register_at_fork(
-        after_in_child=connection.close
-    )  # else a child would keep the connection open after our end
+    # a child must not keep the connection open after the end of this process
+    os.register_at_fork(after_in_child=connection.close)
     start: WorkerSetup = connection.recv()
     tasks: SimpleQueue[RankTask | None] = SimpleQueue()
     threading.Thread(
@@ -66,7 +65,7 @@ def main(fd: int, stack_fd: int) -> None:
 
 
 def _receive_tasks(connection: Connection[Any, Any], tasks: SimpleQueue[RankTask | None]) -> None:
-    """Queues the tasks that come. When pytest ends or is killed, ends this rank and everything that it started."""
+    """Queues the tasks that arrive. When pytest ends or is killed, kills this rank and its children."""
     with suppress(EOFError, OSError):  # OSError: pytest ended before it read the last report
         while True:
             tasks.put(connection.recv())
@@ -93,7 +92,7 @@ def _configure(args: list[str]) -> pytest.Config:
 class _RankWorker:
     config: pytest.Config
     own_variables: Mapping[str, str | None]
-    """what joining set or removed (None): it stays, whatever pytest's process has"""
+    """set, or removed (None), when the rank joined: they override the variables of pytest's process"""
 
     def run(self, task: RankTask) -> RankReport:
         self._prepare(task)
@@ -148,9 +147,7 @@ class _RankWorker:
                 style: Any = "value"
             case _:
                 style = self.config.option.tbstyle.replace("auto", "long")
-        os.chdir(
-            self.config.invocation_params.dir
-        )  # pytest shows paths relative to the directory in which it was started
+        os.chdir(self.config.invocation_params.dir)  # pytest shows paths relative to this directory
         trim = partial(_trim, Path(task.module_file))
         shown = excinfo.getrepr(
             funcargs=True,
