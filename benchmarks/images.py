@@ -63,7 +63,7 @@ class Photos:
         self.loader = ShardLoader(
             self.shards, batch_size=BATCH, shuffle=False, threads=1, prefetch=1, transform=TRANSFORM
         )
-        batches = self.loader._rank_batches(self.loader._weights_over_time(), 0)
+        batches = self.loader._rank_batches(self.loader._mix_timeline(), 0)
         rows = np.array([location for batch in batches for location in batch.locations])
         sizes = np.array([Image.open(io.BytesIO(each)).size[::-1] for each in self.encoded])
         self.tables = draw_groups(TRANSFORM, self.loader._reader.keys.of_transforms(rows), sizes)

@@ -270,7 +270,7 @@ def test_a_shard_that_was_refilled_is_refused_by_every_thread(tmp_path: Path) ->
     path = packed(tmp_path, count=5)
     opened = OpenShards([Source("data", [path], [6])], 10, ShardLimits())
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"has 5 samples, but had 6 .* was replaced since"):
+        with pytest.raises(UsageError, match=r"has 5 samples, but had 6 .* was replaced, and"):
             opened.get(0, 0)
 
 

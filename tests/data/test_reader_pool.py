@@ -39,7 +39,7 @@ from headway.data.shards.checksums import checksum_path
 from headway.data.shards.shard import Shard
 from headway.data.sources import reader_pool, reader_process
 from headway.data.sources.chunk import Chunk
-from headway.data.sources.reader_pool import MAX_DECODERS, ReadAnswer, ReaderPool, SharedSlots
+from headway.data.sources.reader_pool import MAX_DECODERS, FilledSlot, ReaderPool, SharedSlots
 from headway.data.sources.reader_process import ReaderSettings, SlotAnswer, SlotReader, send_answer
 from headway.errors import BadSample, StorageError
 from headway.system import retries
@@ -107,15 +107,15 @@ class InProcess:
         self._reader = SlotReader(settings, memoryview(self._slots._memory))
         self._around, self.rows = around, list[Any]()
 
-    def read(self, locations: Locations) -> ReadAnswer:
+    def read(self, locations: Locations) -> FilledSlot:
         slot = self._slots.take()
         assert slot is not None
         undo = self._around() if self._around is not None else None
-        told = self._reader.read(slot, locations)
+        answer = self._reader.read(slot, locations)
         if undo is not None:
             undo()
-        self.rows += [(row[0], dict(row[1]), *row[2:]) if row is not None else None for row in told.rows]
-        return ReadAnswer(self._slots.view(slot), told)
+        self.rows += [(row[0], dict(row[1]), *row[2:]) if row is not None else None for row in answer.rows]
+        return FilledSlot(self._slots.view(slot), answer)
 
 
 class Pinning:
@@ -161,7 +161,7 @@ def invert(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 
 
 def batches(loader: ShardLoader) -> list[Locations]:
-    found = loader._rank_batches(loader._weights_over_time(), loader._position)
+    found = loader._rank_batches(loader._mix_timeline(), loader._position)
     return [batch.locations for batch in islice(found, 8)]
 
 
@@ -257,7 +257,7 @@ def test_an_answer_does_not_wait_for_all_shards(shards: Path, monkeypatch: pytes
         assert fast._pool is not None
         fast._pool = there = InProcess(fast._pool)  # type: ignore[assignment]
         locations = batches(loader)[0]
-        assert len(there.read(locations).told.rows) == 1
+        assert len(there.read(locations).answer.rows) == 1
         assert_equal(read(fast, locations), plain.read(locations))
 
 
@@ -268,7 +268,7 @@ def test_only_parts_that_are_called_jpegs_are_decoded_as_such(tmp_path: Path) ->
     loader = ShardLoader(tmp_path, batch_size=5, shuffle=False)
     fast, _ = readers(loader, gpu=None, transform=None)
     assert fast._pool is not None
-    rows = InProcess(fast._pool).read(batches(loader)[0]).told.rows
+    rows = InProcess(fast._pool).read(batches(loader)[0]).answer.rows
     assert [row is not None for row in rows] == [name.endswith(("jpg", "jpeg")) for name in names]
     assert all(row[3] % 64 == 0 for row in rows if row is not None)
 
@@ -592,7 +592,7 @@ def test_a_process_that_is_stopped_is_not_awaited_forever(
     assert_equal(read(fast, locations), plain.read(locations))
     assert fast._pool is not None and fast._pool.read(locations) is None
     (message,) = messages
-    found = re.search(r"\(process (\d+) did not answer in 0\.2 s\); they are read by threads", message)
+    found = re.search(r"\(process (\d+) did not answer in 0\.2 s\); threads read them instead", message)
     assert found is not None
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(found[1])).wait(EXIT_LIMIT_S)  # it was killed
@@ -628,7 +628,7 @@ def test_a_process_reads_the_same_samples_also_after_a_resume(
     # a few calls for each sample, in the process that trains
     answer = pool.read(expected[0])
     assert answer is not None
-    read_there = [row is not None for row in answer.told.rows]
+    read_there = [row is not None for row in answer.answer.rows]
     good = [location for location, is_good in zip(expected[0], read_there, strict=True) if is_good] * 10
     profile = cProfile.Profile()
     chunk = profile.runcall(fast.read, good, by_process=True)

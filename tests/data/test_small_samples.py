@@ -37,7 +37,7 @@ def test_calls_per_thumbnail(tmp_path: Path) -> None:
     pack(({"__key__": f"{n:04d}", "jpg": image, "cls": n % 10} for n in range(640)), tmp_path)
     loader = ShardLoader(tmp_path, batch_size=64, threads=1)
     assert len(next(iter(loader))["jpg"]) == 64  # shards are open
-    batches = list(islice(loader._rank_batches(loader._weights_over_time(), 0), 4))
+    batches = list(islice(loader._rank_batches(loader._mix_timeline(), 0), 4))
     profile = cProfile.Profile()
     for batch in batches:
         profile.runcall(loader._reader.read, batch.locations)

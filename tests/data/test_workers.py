@@ -61,7 +61,7 @@ def test_a_worker_that_gives_nothing_is_named_with_its_stack(
             time.sleep(0.01)
         return os.getpid()
 
-    monkeypatch.setattr(worker_init, "_LOOK_S", 0.05)
+    monkeypatch.setattr(worker_init, "_POLL_PERIOD_S", 0.05)
     monkeypatch.setattr(worker_init, "_SILENT_S", 0.2)
     handler = Release(tmp_path / "go")
     logger.addHandler(handler)
@@ -98,7 +98,7 @@ def test_a_worker_that_is_stopped_is_named_with_what_resumes_it(
             os.kill(os.getpid(), signal.SIGSTOP)
         return os.getpid()
 
-    monkeypatch.setattr(worker_init, "_LOOK_S", 0.05)
+    monkeypatch.setattr(worker_init, "_POLL_PERIOD_S", 0.05)
     monkeypatch.setattr(worker_init, "_SILENT_S", 0.2)
     handler = Resume()
     logger.addHandler(handler)

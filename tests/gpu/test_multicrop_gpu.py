@@ -200,7 +200,7 @@ def test_processes_that_read_change_nothing(tmp_path: Path) -> None:
     pool = fast._reader._pool
     assert pool is not None
     answer = pool.read([(0, 0, 0, n) for n in range(4)])
-    assert answer is not None and None not in answer.told.rows and pool._slots is not None
+    assert answer is not None and None not in answer.answer.rows and pool._slots is not None
     assert torch.from_numpy(pool._slots._memory[: len(answer.memory)]).is_pinned()
     plain._reader._pool = None
     for _ in range(2):

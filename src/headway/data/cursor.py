@@ -1,6 +1,6 @@
-"""Where a `DataLoader` is, and what its workers are to load from there on.
+"""`Cursor`: the position of a `DataLoader`, and what its workers load next.
 
-A `Cursor` is not part of the loader: torch's loader refers to it, and in a cycle of references the workers would not be
+The cursor is not part of the loader, because torch's loader refers to it: in a reference cycle, workers would not be
 shut down in time. `MapCursor` serves datasets with `__getitem__`, `StreamCursor` in `stream_cursor` iterable ones.
 """
 
@@ -30,12 +30,12 @@ class Cursor(ABC):
     """The position of a loader: an epoch, and what has been consumed of it."""
 
     per_rank = False
-    """whether each rank has a position of its own, instead of one for all"""
+    """whether each rank has its own position, instead of one for all"""
     epoch = 0
 
     @abstractmethod
     def torch_arguments(self) -> dict[str, Any]:
-        """Returns the arguments that tell torch's loader what to load, and in which order."""
+        """Returns the arguments for torch's loader that determine what it loads, and in which order."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -43,15 +43,15 @@ class Cursor(ABC):
 
     @abstractmethod
     def begin_pass(self, *, restored: bool) -> None:
-        """Prepares a pass; with `restored`, from the position that was just loaded."""
+        """Prepares a pass; with `restored`, it begins at the position that was just loaded."""
 
     @abstractmethod
     def consume(self, loaded: Any) -> tuple[Any, int] | None:
-        """Moves past what was loaded, and returns the batch and its number of samples; None if it held none."""
+        """Moves behind what was loaded, and returns the batch and its number of samples; None if there is no batch."""
 
     @abstractmethod
     def last_span(self) -> tuple[int, int] | None:
-        """Returns where in the order the latest batch lies; None where the order is not headway's."""
+        """Returns where in the order the latest batch lies; None if the dataset has its own order."""
 
     @abstractmethod
     def order(self) -> dict[str, Any] | None:
@@ -63,7 +63,7 @@ class Cursor(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Returns the position in JSON-able values."""
+        """Returns the position in values that JSON can hold."""
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class Cursor(ABC):
 
 
 class SampleRequest(NamedTuple):
-    """What a worker is to load: part of one batch."""
+    """What a worker loads at once: this rank's part of one batch."""
 
     epoch: int
     samples: list[int]
@@ -99,8 +99,8 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
         self._arrange(ORDER_VERSION)
 
     def _arrange(self, version: int) -> None:
-        self._shuffle = Shuffle(seed=self.seed, version=version)
-        self._order = Order([self.length], self._shuffle if self.shuffle else None)
+        self._settings = Shuffle(seed=self.seed, version=version)
+        self._order = Order([self.length], self._settings if self.shuffle else None)
 
     def torch_arguments(self) -> dict[str, Any]:
         return {"dataset": self._fetcher, "batch_sampler": self}
@@ -137,8 +137,8 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
         return self._fetcher.__getitems__(SampleRequest(self.epoch, list(samples)))
 
     def order(self) -> dict[str, Any]:
-        shuffles = [self._shuffle] if self.shuffle else None
-        return describe_order({"data": [self.length]}, shuffles, version=self._shuffle.version)
+        shuffles = [self._settings] if self.shuffle else None
+        return describe_order({"data": [self.length]}, shuffles, version=self._settings.version)
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch, self.consumed = epoch, 0
@@ -158,7 +158,7 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "version": self._shuffle.version,
+            "version": self._settings.version,
             "length": self.length,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -194,7 +194,7 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
 
 
 def _length(dataset: torch_data.Dataset[Any]) -> int:
-    length = len(dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its children
+    length = len(dataset)  # type: ignore[arg-type]  # torch's Dataset leaves __len__ to its subclasses
     if not length:
         raise UsageError(f"{type(dataset).__name__} is empty: a loader needs at least one sample")
     return length
@@ -213,10 +213,10 @@ class Unbatched:
 
 @final
 class _BatchFetcher(torch_data.Dataset[Any]):
-    """The dataset as workers see it: whole batches, each sample with random numbers of its own.
+    """The dataset that torch's workers read: it returns whole batches, each sample with its own random numbers.
 
-    A dataset with `__getitems__` is asked for many samples at once. If it draws random numbers then, they cannot belong
-    to a sample; so the first sample is tried alone, and if it draws, each one is fetched by `__getitem__`.
+    `__getitems__` of a dataset fetches many samples at once. Random numbers that it draws could not belong to one
+    sample. So the first sample is fetched alone, and if that draws any, every sample is fetched by `__getitem__`.
     """
 
     def __init__(self, dataset: torch_data.Dataset[Any], collate: Collate, seed: int) -> None:
@@ -224,8 +224,8 @@ class _BatchFetcher(torch_data.Dataset[Any]):
         self._fetch_all: Callable[[list[int]], Any] | None = (
             dataset.__getitems__ if _fetches_batches(dataset) else None  # type: ignore[attr-defined]
         )
-        self._is_tried = False  # whether `__getitems__` was seen to draw no random numbers
-        # draws no random numbers, and seeding would be half of its cost
+        self._is_tried = False  # whether a call of `__getitems__` drew no random numbers
+        # this draws no random numbers, and seeding would be half of its cost
         self._needs_no_rng = (
             type(dataset) is torch_data.TensorDataset and collate is torch_data.default_collate
         )
@@ -241,10 +241,10 @@ class _BatchFetcher(torch_data.Dataset[Any]):
         first: Any = []
         if self._fetch_all is not None and not self._is_tried:
             first, drew = self._fetch_at_once(request, slice(0, 1))
-            if not isinstance(first, list):  # collated already, so it cannot be made of samples
+            if not isinstance(first, list):  # already collated: a batch cannot be made of it and the rest
                 return first if len(request.samples) == 1 else self._fetch_at_once(request, slice(None))[0]
             self._is_tried = not drew
-            if drew:  # `__getitem__`, which fetches it after a resume, may draw in another way
+            if drew:  # fetch it again by `__getitem__`, as after a resume: that may draw in another way
                 self._fetch_all, first = None, []
         missing = slice(len(first), None)
         if not request.samples[missing]:
@@ -255,7 +255,7 @@ class _BatchFetcher(torch_data.Dataset[Any]):
                 return self._fetch_at_once(request, slice(None))[0] if first else rest
             if not drew:
                 return first + rest
-            self._fetch_all = None  # it draws now and then: these samples are fetched again
+            self._fetch_all = None  # it draws only for some samples: fetch these again
         return first + [self._fetch_one(request, sample) for sample in request.samples[missing]]
 
     def _fetch_one(self, request: SampleRequest, sample: int) -> Any:
@@ -263,7 +263,7 @@ class _BatchFetcher(torch_data.Dataset[Any]):
         return self._dataset[sample]
 
     def _fetch_at_once(self, request: SampleRequest, part: slice) -> tuple[Any, bool]:
-        """Returns what `__getitems__` does, and whether that drew random numbers."""
+        """Returns the result of `__getitems__`, and whether it drew random numbers."""
         assert self._fetch_all is not None
         indices = request.samples[part]
         reseed(derive_key(self._seed, request.epoch, indices[-1]))
@@ -278,9 +278,9 @@ class _BatchFetcher(torch_data.Dataset[Any]):
 
 
 def _fetches_batches(dataset: torch_data.Dataset[Any]) -> bool:
-    """Whether a dataset has `__getitems__`, no class below it overrides `__getitem__` alone, and it saves calls.
+    """Whether a dataset has a `__getitems__` that saves calls, and no subclass overrides `__getitem__` alone.
 
-    That of torch's `Subset`, which `random_split` returns, calls the dataset within, sample by sample if it must.
+    `__getitems__` of torch's `Subset`, which `random_split` returns, may call the inner dataset for each sample.
     """
     for each in type(dataset).__mro__:
         if each is torch_data.Subset:

@@ -1,4 +1,4 @@
-"""`split`: two parts of a dataset, drawn by a seed of their own, with the same proportions of labels if asked."""
+"""`split`: divides a dataset in two at random, with the same proportions of labels in both parts if asked for."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _count(size: object, total: int) -> int:
     """Returns how many samples the second part has; raises `UsageError` if a part would have none."""
     if isinstance(size, bool) or not isinstance(size, int | float | np.number):
         raise UsageError(
-            f"split: size={size!r:.80} is not a number: give that of the second part alone, a fraction such as 0.1 or "
-            "a number of samples"
+            f"split: size={size!r:.80} is not a number: give the size of the second part, a fraction such as 0.1 or a "
+            "number of samples"
         )
     if isinstance(size, int | np.integer):
         count = int(size)

@@ -1,9 +1,9 @@
-"""Fingerprints of datasets: has the content changed since a run began? Only what costs little is read.
+"""Fingerprints of datasets show whether their content has changed since a run began. They read only what costs little.
 
-For shards that is their names, sizes and first bytes; for datasets in memory, or with a list of their files, the first
-and the last sample. No sample is loaded through the `__getitem__` of a user's class, which may draw random numbers or
-open files that data workers must open themselves. A run that is refused for nothing is worse than a change that goes
-unseen: what cannot be read has no fingerprint, and what may differ for the same content is left out.
+For shards, that is names, sizes and first bytes; for datasets in memory, or with a list of their files, the first and
+the last sample. A user's `__getitem__` is never called: it may draw random numbers, or open files that data workers
+must open themselves. To refuse a run without reason is worse than to miss a change, so data that cannot be read has no
+fingerprint, and values that may differ for the same content are left out.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from headway.data.loader import DataLoader
 from headway.data.shard_loader import ShardLoader
 from headway.system.log import logger
 
-_MAX_SHARDS = 64  # of a dataset, whose sizes are read: every look at a file costs a network file system
-_HEAD_BYTES = 1 << 14  # of the first and the last shard, with their first samples
+_MAX_SHARDS = 64  # of a dataset, whose sizes are read: each is a request to a network file system
+_HEAD_BYTES = 1 << 14  # of the first and the last shard; these hold their first samples
 _LISTS = ("samples", "imgs", "files", "paths", "data")
 """attributes in which datasets of torchvision and others keep their samples or their files"""
 _IN_MEMORY = (list, tuple, range, bytes, np.ndarray, torch.Tensor)
 
 
 def fingerprints(loader: object) -> dict[str, str]:
-    """Returns a digest for each source of a loader's data; without those of whose content nothing is cheap to know.
+    """Returns a digest for each source of a loader's data; without sources that cannot be examined cheaply.
 
     The one source of a `DataLoader` has the name "".
 
@@ -41,7 +41,7 @@ def fingerprints(loader: object) -> dict[str, str]:
         facts = {source.name: _shard_facts(source.paths) for source in loader._sources}
     elif isinstance(loader, DataLoader):
         facts = {"": _dataset_facts(loader.dataset)}
-    found = {name: _read(each) for name, each in facts.items()}
+    found = {name: _read(facts_of) for name, facts_of in facts.items()}
     return {name: digest for name, digest in found.items() if digest is not None}
 
 
@@ -56,7 +56,7 @@ def _read(facts: Iterable[str]) -> str | None:
 
 
 def _shard_facts(paths: Sequence[Path]) -> Iterator[str]:
-    """Yields what is known of shards. Their indexes may be written at any time, and say nothing of the content."""
+    """Yields facts about shards. Their index files are left out: they may be written at any time."""
     yield f"{len(paths)} shards"
     half = _MAX_SHARDS // 2
     for path in paths if len(paths) <= _MAX_SHARDS else [*paths[:half], *paths[-half:]]:
@@ -67,7 +67,7 @@ def _shard_facts(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def _dataset_facts(dataset: Any) -> Iterator[str]:
-    """Yields what is known of the content of a dataset; nothing if it would have to be asked for a sample."""
+    """Yields facts about the content of a dataset; nothing if that would need its `__getitem__`."""
     if isinstance(dataset, torch_data.TensorDataset):
         for tensor in dataset.tensors:
             yield _ends(tensor)
@@ -75,8 +75,8 @@ def _dataset_facts(dataset: Any) -> Iterator[str]:
         yield from (f"part {fact}" for fact in _dataset_facts(dataset.dataset))
         yield _ends(dataset.indices)
     elif isinstance(dataset, torch_data.ConcatDataset):
-        for each in dataset.datasets:
-            yield from _dataset_facts(each)
+        for part in dataset.datasets:
+            yield from _dataset_facts(part)
     elif isinstance(getattr(dataset, "_fingerprint", None), str):
         yield from _hugging_face_facts(dataset)
     elif isinstance(dataset, _IN_MEMORY):
@@ -88,8 +88,8 @@ def _dataset_facts(dataset: Any) -> Iterator[str]:
 
 
 def _hugging_face_facts(dataset: Any) -> Iterator[str]:
-    """Yields rows, columns and files; its own fingerprint, also in names of its cache, is random for some functions."""
-    files = [Path(each["filename"]).name for each in dataset.cache_files]
+    """Yields rows, columns and files. Its own fingerprint, which is part of cache file names, may be random."""
+    files = [Path(file["filename"]).name for file in dataset.cache_files]
     yield f"{dataset.num_rows} {dataset.column_names} {[name for name in files if not name.startswith('cache-')]}"
 
 

@@ -1,8 +1,8 @@
 """`DataLoader`: any map-style dataset, in an exact order, on any number of ranks.
 
-torch's loader does the work (workers, pinned memory, collation); a `Cursor` decides what it loads. What has been
-consumed is one number, the same on all ranks: a run may stop anywhere and resume with more ranks or fewer, and no
-sample is lost or seen twice.
+torch's loader does the work (workers, pinned memory, collation); a `Cursor` decides what it loads. The position is one
+number, the same on all ranks: a run may stop anywhere and resume with more or fewer ranks, and no sample is lost or
+seen twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headway.errors import UsageError
 
 @final
 class DataLoader:
-    """Loads batches of a dataset; a drop-in for torch's loader that knows its rank and its position.
+    """Loads batches of a dataset; a drop-in for torch's loader that splits batches between ranks and can be resumed.
 
         train = hw.data.DataLoader(dataset, batch_size=64, shuffle=True, seed=0, num_workers=4)
         for epoch in range(10):
@@ -41,13 +41,13 @@ class DataLoader:
     `batch_size` counts the samples of one rank, `global_batch_size` those of all ranks together; with the latter,
     batches do not depend on the number of ranks. Every pass visits every sample once: the last batch may be short, and
     the ranks then get equal parts of it without padding, so that a validation average is exact. `drop_last=True` omits
-    a short batch. `batch_size=None` gives samples instead of batches, as torch's loader does.
+    a short batch. `batch_size=None` yields samples instead of batches, as torch's loader does.
 
     A shuffled loader is a stream: after a `break`, the next loop continues where the last one stopped. Without shuffle,
     every loop starts from the first sample. A pass that ends begins the next epoch; `set_epoch` begins any other.
 
     Random numbers drawn for a sample, with torch, numpy or `random`, are a function of seed, epoch and sample: neither
-    workers nor ranks nor a restart change them. Datasets with `__getitems__` are asked for whole batches.
+    workers nor ranks nor a restart change them. If a dataset has `__getitems__`, it is called for whole batches.
 
     An `IterableDataset` with `state_dict` and `load_state_dict` keeps its own order and distributes its samples to
     ranks and workers itself, so its state belongs to one rank and is valid for the same number of both.
@@ -84,7 +84,7 @@ class DataLoader:
         self.dataset = dataset
         self.drop_last = drop_last
         self.batch_size = batch_size
-        """samples of each rank; None where `global_batch_size` counts those of all, and for samples without batches"""
+        """samples of each rank; None if `global_batch_size` was given, or if samples are not batched"""
         size = 1 if unbatched else batch_size
         split = BatchSplit(
             batch_size=size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
@@ -127,15 +127,14 @@ class DataLoader:
         return self._loop(self._loops)
 
     def feed_to(self, feed: DeviceFeed | None) -> None:
-        """Has workers that start from now on leave their batches in pinned memory, if those go to a device; a thread
-        of torch's does that."""
+        """Makes torch pin the batches of workers that start from now on; None ends that."""
         if self._torch.num_workers:
             self._torch.pin_memory = self._pinned or feed is not None
 
     def _loop(self, number: int) -> Iterator[Any]:
         cursor = self._cursor
         batches = open_workers(self._torch)
-        self._torch_iterator = weakref.ref(batches)  # it ends its workers when the loop drops it
+        self._torch_iterator = weakref.ref(batches)  # the iterator ends its workers when the loop drops it
         while True:
             began = time.perf_counter()
             loaded = next(batches, _END)
@@ -147,7 +146,7 @@ class DataLoader:
                     "another loop over this DataLoader has begun, and a loader has one position: "
                     "create a second loader for the second loop"
                 )
-            consumed = cursor.consume(loaded)  # from here on, the position is after this batch
+            consumed = cursor.consume(loaded)  # from here on, the position is behind this batch
             if consumed is None:
                 continue
             batch, samples = consumed
@@ -159,7 +158,7 @@ class DataLoader:
             cursor.begin_epoch(cursor.epoch + 1)
 
     def load_samples(self, samples: Sequence[int]) -> Any:
-        """Returns the batch of these samples, loaded here and now; the position stays where it is."""
+        """Loads the batch of these samples in this process; the position does not change."""
         if not isinstance(self._cursor, MapCursor):
             raise UsageError(
                 f"a {type(self.dataset).__name__} has no samples by number: iterate over the loader"
@@ -194,7 +193,7 @@ class DataLoader:
 
     @property
     def per_rank(self) -> bool:
-        """Whether each rank has a state of its own, as with an iterable dataset, instead of one for all ranks."""
+        """Whether each rank has its own state, as with an iterable dataset, instead of one for all ranks."""
         return self._cursor.per_rank
 
     @property
@@ -203,7 +202,7 @@ class DataLoader:
         return self._cursor.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch at its first sample; the epoch that was just restored, at its restored position."""
+        """Moves to the first sample of an epoch; an epoch that was just restored keeps its restored position."""
         if epoch < 0:
             raise UsageError(f"set_epoch({epoch}): epochs are counted from 0")
         if not (self._restored and epoch == self._cursor.epoch):
@@ -211,7 +210,7 @@ class DataLoader:
             self._moved(restored=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was consumed, not what workers have prefetched, in samples of all ranks together."""
+        """Returns the position, in samples of all ranks together; batches that workers have prefetched do not count."""
         return self._cursor.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -230,15 +229,15 @@ _INSTEAD = {
     "samples, pass torch.utils.data.Subset(dataset, indices)",
     "batch_sampler": "this loader makes batches itself, by batch_size or global_batch_size; for batches of your own, "
     "pass a dataset whose items are batches, and batch_size=None",
-    "generator": "random numbers depend on seed, epoch and sample, so that they can be resumed: pass seed=0",
+    "generator": "random numbers are derived from seed, epoch and sample, so that runs can be resumed: pass seed=0",
 }
 
 
 def _refuse(in_order: bool, **given: object) -> None:
-    """Refuses arguments of torch's loader that contradict an exact order, with what to use instead."""
+    """Refuses arguments of torch's loader that contradict an exact order; the message says what to use instead."""
     if not in_order:
         raise UsageError(
-            "in_order=False: the position of a loader is a number, so batches come in order; remove it"
+            "in_order=False: the position of a loader is one number, so batches must come in order; remove it"
         )
     for name, value in given.items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""Samples that could not be used: how many are too many, and a list of them in a file per rank in the run directory.
+"""`Quarantine`: samples that could not be used, listed in a file per rank in the run directory, up to a limit.
 
 runs/NAME/log/quarantine-00003.jsonl       {"dataset": "web", "shard": "/data/7.tar", "key": "a", "reason": "..."}
 """
@@ -15,10 +15,10 @@ from headway import dist
 from headway.dist.collective.exchange import RankExchange
 from headway.errors import HeadwayError, StorageError
 
-_MIN_BAD = 10  # fewer are chance, or a dataset so small that its share says little
+_MIN_BAD = 10  # fewer may be chance, or the dataset is so small that their share says little
 _MIN_SHARDS = 3
-_SIGNIFICANCE = -math.log(1e-4)  # of an excess; a bound, so that chance stops fewer runs than that
-_MAX_SHARDS = 10_000  # that a rank lists for the others
+_SIGNIFICANCE = -math.log(1e-4)  # of an excess: chance stops fewer than one run in 10,000
+_MAX_SHARDS = 10_000  # that a rank sends to the others
 
 
 class QuarantinedSample(NamedTuple):
@@ -32,10 +32,10 @@ class QuarantinedSample(NamedTuple):
 
 @final
 class Quarantine:
-    """The bad samples of a loader: writes each of them once to the run directory, and stops the run at too many.
+    """The bad samples of a loader: each is written once to the run directory, and too many stop the run.
 
-    `max_bad` is a share of all samples, on all ranks. Two rules decide, and neither is fooled by samples that are bad
-    together, because their shard is: that shard may come early, and then all is well for the rest of the epoch.
+    `max_bad` is a share of all samples, on all ranks. A damaged shard may come early in an epoch that is good
+    otherwise, so one rule compares bad samples with a whole epoch, and the other counts shards with bad samples.
     """
 
     def __init__(self, max_bad: float, epoch_samples: int) -> None:
@@ -58,51 +58,46 @@ class Quarantine:
         run = current_run()
         if new and run is not None:
             path = run.quarantine_file(dist.rank())
-            # a full disk, or a run that another process took, is no reason to stop here: they are counted all the same
+            # a full disk, or a run that another process has taken over, must not stop this one: they are still counted
             with suppress(StorageError), run.open_rows(path, content="bad samples") as rows:
                 rows.write_all(bad._asdict() for bad in new.values())
 
     def check(self, seen: int, seen_by_all: int) -> None:
-        """Raises `HeadwayError` if this rank alone has too many, of the samples that it and all ranks have seen."""
+        """Raises `HeadwayError` if this rank alone has too many, given the samples that it and all ranks have seen."""
         bad = len(self.samples)
         if bad and self._too_many(bad, len(self._shards), seen, seen_by_all):
             raise self._error(bad, seen, self.samples[-1])
 
     def take(self) -> int:
-        """Returns the bad samples of this rank since the last call."""
+        """Returns how many bad samples were added since the last call."""
         new, self._taken = len(self.samples) - self._taken, len(self.samples)
         return new
 
     def check_all_ranks(self, new: int, seen: int, part: int) -> None:
-        """Raises `HeadwayError` on all ranks if they have too many together, given those since the last call.
+        """Raises `HeadwayError` on all ranks if they have too many together; `new` were added since the last call.
 
-        Only if there may be too many, ranks exchange which shards they are in. All must decide alike that they do, so
-        from `new` alone: what this rank has `seen` of the samples of all may differ, where a rank met its limit of
+        Ranks exchange the shards of their bad samples only if there may be too many. All ranks must make this decision
+        alike, so it depends on `new` alone: `seen`, the samples of all ranks, may differ if a rank reached its limit of
         batches sooner. Ranks with the same `part` of the data have the same bad samples, which count once.
         """
         self._on_all_ranks += new
         if not new or (self._max_bad and self._on_all_ranks < min(_MIN_BAD, _MIN_SHARDS)):
             return
-        mine: list[Any] = [
-            part,
-            len(self.samples),
-            sorted(self._shards)[:_MAX_SHARDS],
-            self.samples[-1:],
-            seen,
-        ]
-        found = RankExchange("count their bad samples").all_gather(lambda: mine)
-        by_part = {row[0]: row for row in found}
-        bad = sum(row[1] for row in by_part.values())
-        shards = {shard for row in by_part.values() for shard in row[2]}
-        seen_by_all = max(row[4] for row in found)
-        if self._too_many(bad, len(shards), seen_by_all, seen_by_all):
-            last = next(row[3][0] for row in found if row[3])
+        shards = sorted(self._shards)[:_MAX_SHARDS]
+        mine: list[Any] = [part, len(self.samples), shards, self.samples[-1:], seen]
+        rows = RankExchange("count their bad samples").all_gather(lambda: mine)
+        by_part = {part: (count, shards) for part, count, shards, _, _ in rows}
+        bad = sum(count for count, _ in by_part.values())
+        all_shards = {shard for _, shards in by_part.values() for shard in shards}
+        seen_by_all = max(seen for *_, seen in rows)
+        if self._too_many(bad, len(all_shards), seen_by_all, seen_by_all):
+            last = next(samples[0] for _, _, _, samples, _ in rows if samples)
             raise self._error(bad, seen_by_all, QuarantinedSample(*last))
 
     def _too_many(self, bad: int, shards: int, seen: int, seen_by_all: int) -> bool:
-        """Whether there are more than any epoch may have, or so many shards with bad samples that it cannot be chance.
+        """Whether there are more than a whole epoch may have, or too many shards with bad samples for chance.
 
-        The second is a bound for the tail of Poisson's distribution, from which follows that of the binomial one.
+        The second rule is a bound on the tail of the Poisson distribution, which also bounds the binomial one.
         """
         if not self._max_bad:
             return bad > 0

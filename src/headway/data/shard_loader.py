@@ -1,9 +1,9 @@
 """`ShardLoader`: batches from tar shards, in an exact order and exact proportions, at the speed of the decoder.
 
-A few threads read and decode; decoders release the interpreter lock. Where a GPU decodes, or samples are so small that
-Python is the limit, processes read for the threads, into memory that they share. What they load is computed from the
-position: a `Timeline` decides on the dataset, an `Order` on the sample, and the samples of a batch are split between
-ranks by lane, so that a node reads few shards. The position and the changes of weights are the whole state.
+A few threads read and decode; decoders release the interpreter lock. If a GPU decodes, or samples are so small that
+Python is the limit, processes read for the threads, into shared memory. The position determines what they load: a
+`Timeline` chooses the dataset, an `Order` the sample, and the samples of a batch are split between ranks by lane, so
+that a node reads few shards. The position and the changes of weights are the whole state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
 from headway.data.samples.assembly import AssembledBatch, make_assembler
 from headway.data.samples.loader_threads import LoaderThreads, PendingBatch, RankBatch, quick_switches
-from headway.data.samples.sample_reader import SampleReader, Transform, checked_transform
+from headway.data.samples.sample_reader import SampleReader, Transform, check_transform
 from headway.data.shards.decode import Decoder
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.chunk import SampleLocation
@@ -57,18 +57,20 @@ class ShardLoader:
             ...
         loader.set_weights({"laion": 0.2})       # on all ranks; applies from the next batch on
 
-    A pass is an epoch: as many samples as all datasets have together, or `steps_per_epoch` batches. Of samples that do
-    not fill a batch, `tail="carry"` begins the next pass with them (without shuffle, the last batch is short), `"drop"`
-    omits them, and `"pad"` fills the batch with the first of the pass: `padding` of them end the current batch.
-    `transform` gets a decoded sample and a random generator that depends on seed, dataset, epoch and sample; or it is
-    one of images (`MultiCrop`, `RandomResizedCrop`, `CenterCrop`), and a batch is a `Batch`. With `device="cuda"`,
-    those are decoded and cropped there; where that is not possible, on the CPU, and a message says so.
+    A pass is an epoch: as many samples as all datasets have together, or `steps_per_epoch` batches. `tail` decides what
+    happens to the last samples, which do not fill a batch: `"carry"` begins the next pass with them (without shuffle,
+    the last batch is short), `"drop"` omits them, and `"pad"` fills the batch with the first samples of the pass; the
+    last `padding` samples of the current batch are such padding.
 
-    A sample that cannot be decoded is listed in `bad`. In training, another one of its dataset replaces it, always the
-    same one; with `shuffle=False` it is left out (with `"drop"` and `"pad"`, its substitute counts as padding). A
-    larger share of them than `max_bad`, over all ranks and not by chance, stops the run.
+    `transform` is called with a decoded sample and a random generator that depends on seed, dataset, epoch and sample.
+    Or it is an image transform (`MultiCrop`, `RandomResizedCrop`, `CenterCrop`), and each batch is a `Batch`. With
+    `device="cuda"`, images are decoded and cropped there; if that is not possible, on the CPU, with a message.
 
-    Prefetched batches take at most `memory` bytes, or are one.
+    A sample that cannot be decoded is listed in `bad`. In training, another sample of its dataset replaces it, always
+    the same one; with `shuffle=False` it is left out (with `"drop"` and `"pad"`, its substitute counts as padding). The
+    run stops if the share of bad samples on all ranks exceeds `max_bad` by more than chance.
+
+    Prefetched batches take at most `memory` bytes; one batch is always prefetched.
     `cache=hw.data.NodeCache()` copies shards to the memory of the node before they are needed.
     `trace="traces/train.json"` writes a trace of what the threads do, a file per rank, for Perfetto or chrome://tracing;
     within a run, the path is relative to the run directory.
@@ -114,7 +116,8 @@ class ShardLoader:
         self._prefetcher: Prefetcher | None = None
         self._chooser: ReadModeChooser | None = None
         self._cache = CachedShards(cache, self._limits) if cache else None
-        self._transform, self._decoders = checked_transform(transform), dict(decoders or {})
+        check_transform(transform)
+        self._transform, self._decoders = transform, dict(decoders or {})
         self._gpu, self._collate = usable_gpu(device, transform), collate_fn
         self._label_watch = LabelWatch(watching=shuffle)
         self._arrange(Shuffle(seed=whole_number("seed", seed), lanes=lanes, window=window))
@@ -127,7 +130,7 @@ class ShardLoader:
         self._quarantine = Quarantine(max_bad, self.samples)
 
     def _arrange(self, settings: Shuffle) -> None:
-        """Numbers the datasets, and makes all that goes by their numbers."""
+        """Numbers the datasets, and creates everything that depends on these numbers."""
         given = {source.name: source.counts for source in self._sources}
         counts = {name: given[name] for name in self._mix.weights}
         self._settings, self._order = settings, MixOrder(counts, settings, shuffle=self._shuffle)
@@ -166,13 +169,13 @@ class ShardLoader:
         return self._loop(self._loops)
 
     def feed_to(self, feed: DeviceFeed | None) -> None:
-        """Has the passes that begin from now on copy their batches to a device, ahead as they are loaded."""
+        """Sets the feed to which later passes give their batches as soon as they are loaded; None ends that."""
         self._feed = feed
 
     def _loop(self, number: int) -> Iterator[Any]:
         self._counters.open_trace(self._trace_path, rank=self._split.rank_and_world_size()[0])
         self._label_watch.watching &= self._split.rank_and_world_size()[0] == 0  # one warning is enough
-        if self._chooser is None:  # now the number of ranks is known
+        if self._chooser is None:  # only now the number of ranks is known
             self._chooser = ReadModeChooser(self._threads, self._gpu)
         chooser = self._chooser
         chooser.begin_pass()
@@ -196,15 +199,15 @@ class ShardLoader:
     def _load(self, threads: LoaderThreads, chooser: ReadModeChooser, number: int) -> Iterator[Any]:
         """Yields batches and prefetches the next ones; when weights change, prefetched batches are loaded again."""
         waiting: deque[PendingBatch] = deque()
-        timeline, largest = self._weights_over_time(), 0
+        timeline, largest = self._mix_timeline(), 0
         upcoming = self._rank_batches(timeline, self._position)
         self._prefetch_shards(timeline)
         while True:
-            if self._weights_over_time() is not timeline:
+            if self._mix_timeline() is not timeline:
                 for pending in waiting:
                     pending.cancel()
                 waiting.clear()
-                timeline = self._weights_over_time()
+                timeline = self._mix_timeline()
                 upcoming = self._rank_batches(timeline, self._position)
                 self._prefetch_shards(timeline)
             while not waiting or self._may_prefetch(len(waiting) + 1, largest):
@@ -221,12 +224,12 @@ class ShardLoader:
             largest = max(largest, sum(chunk.size for chunk in assembled.chunks))
             chooser.observe(assembled.chunks, waited, processes=self._reader.has_processes)
             with self._position_lock:
-                if self._weights_over_time() is not timeline:
+                if self._mix_timeline() is not timeline:
                     continue  # another thread has just changed weights: this batch is no longer the next
                 self._check_loop(number)
                 self._last_span = self._position, batch.end
                 self._seen += batch.end - self._position
-                # from here on, the position is after this batch
+                # from here on, the position is behind this batch
                 self._position, self._begun = batch.end, True
             if self._prefetcher is not None:
                 self._prefetcher.advance(batch.end)
@@ -237,7 +240,7 @@ class ShardLoader:
                 yield assembled.value.hand_over() if staged else assembled.value
 
     def _may_prefetch(self, batches: int, largest: int) -> bool:
-        """Whether so many batches fit in memory; only one, until the size of a batch is known."""
+        """Whether this many batches fit in memory; only one, until the size of a batch is known."""
         return batches <= self._prefetch and 0 < batches * largest <= self._memory
 
     def _check_loop(self, number: int) -> None:
@@ -255,32 +258,32 @@ class ShardLoader:
         if assembled.collate is not None:
             counted.add(assembled.collate)
         self._seen_here += wanted
-        for one in assembled.chunks:
-            counted.samples += one.count
-            counted.bytes_read += one.read
-            counted.bytes_decoded += one.size
-            counted.read_retries += one.read_retries
-            for times in one.times:
-                counted.add_phases(one.thread, times)
-            if one.labels:
-                self._label_watch.add(one.labels, self._order.names)
-            if one.bad:
-                self._quarantine.add(one.bad)
+        for chunk in assembled.chunks:
+            counted.samples += chunk.count
+            counted.bytes_read += chunk.read
+            counted.bytes_decoded += chunk.size
+            counted.read_retries += chunk.read_retries
+            for times in chunk.times:
+                counted.add_phases(chunk.thread, times)
+            if chunk.labels:
+                self._label_watch.add(chunk.labels, self._order.names)
+            if chunk.bad:
+                self._quarantine.add(chunk.bad)
         self._quarantine.check(self._seen_here, self._seen)
 
     # --- bad samples
 
     @property
     def bad(self) -> list[QuarantinedSample]:
-        """The bad samples that this rank has met, in the order in which it did."""
+        """The bad samples that this rank has met, in this order."""
         return self._quarantine.samples
 
     def take_bad(self) -> int:
-        """Returns the bad samples of this rank since the last call."""
+        """Returns how many bad samples this rank has met since the last call."""
         return self._quarantine.take()
 
     def check_bad(self, new: int) -> None:
-        """Raises on all ranks if they have too many bad samples, given those of all ranks since the last call."""
+        """Raises on all ranks if they have too many bad samples; `new` counts those of all since the last call."""
         self._quarantine.check_all_ranks(new, self._seen, self._split.rank_and_world_size()[0])
 
     # --- what to load
@@ -302,8 +305,8 @@ class ShardLoader:
         if self._prefetcher is not None:
             self._prefetcher.follow(self._node_shards(timeline, self._position), self._position)
 
-    def _weights_over_time(self) -> Timeline:
-        """Returns all weights. Computed late, because a step is a global batch, whose size is known after `init()`."""
+    def _mix_timeline(self) -> Timeline:
+        """Returns the timeline. Created late: steps count global batches, whose size is known only after `init()`."""
         if self._timeline is None:
             self._timeline = Timeline(
                 self._mix_segments(0), self._order.names, version=self._settings.version
@@ -325,14 +328,14 @@ class ShardLoader:
     @property
     def weights(self) -> dict[str, float]:
         """The weights of the next batch."""
-        return self._weights_over_time().weights_at(self._position)
+        return self._mix_timeline().weights_at(self._position)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Changes weights from the next batch on. Call it on all ranks after the same step, with the same weights."""
         if not self._shuffle:
             raise UsageError("shuffle=False reads each sample once and has no weights: use shuffle=True")
         with self._position_lock:
-            self._timeline = self._weights_over_time().with_weights(self._position, weights)
+            self._timeline = self._mix_timeline().with_weights(self._position, weights)
 
     def set_weight(self, name: str, weight: float) -> None:
         """Changes the weight of one dataset, as `set_weights` does."""
@@ -340,10 +343,10 @@ class ShardLoader:
 
     def counts(self) -> dict[str, int]:
         """Returns the samples of each dataset that all ranks together have consumed."""
-        return self._weights_over_time().counts_at(self._position)
+        return self._mix_timeline().counts_at(self._position)
 
     def observe_spans(self, listener: SpanListener | None) -> None:
-        """Calls `listener` with each span of its phases from now on; None ends that."""
+        """Calls `listener` with each span from now on; None ends that."""
         self._counters.listener = listener
 
     def counters(self) -> dict[str, float]:
@@ -351,12 +354,13 @@ class ShardLoader:
 
         `seconds/wait` is the training loop's time; `read`, `decode` and `transform` are summed over threads. For each
         dataset, `share/NAME` is its share of the samples since weights last changed, and `target/NAME` its weight.
-        `cache/...` counts opened shards: hit or copied in the node cache, local or at their source; and bytes copied.
+        `cache/...` counts opened shards (`hit` or `copied` in the node cache, read in place as `local` or `source`), and
+        the `bytes` that were copied.
         """
         totals = self._counters.totals() | {"bad": len(self.bad)}
         if self._cache is not None:
             totals |= self._cache.totals()
-        for name, (share, target) in self._weights_over_time().shares_at(self._position).items():
+        for name, (share, target) in self._mix_timeline().shares_at(self._position).items():
             totals |= {f"share/{name}": round(share, 6), f"target/{name}": round(target, 6)}
         return totals
 
@@ -371,11 +375,11 @@ class ShardLoader:
         counts, version = {source.name: source.counts for source in self._sources}, self._order.version
         if not self._shuffle:
             return describe_order(counts, None, version=version)
-        return describe_order(counts, self._order.shuffles, self._weights_over_time(), version=version)
+        return describe_order(counts, self._order.shuffles, self._mix_timeline(), version=version)
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of each rank; None where `global_batch_size` counts those of all."""
+        """Samples of each rank; None if `global_batch_size` was given."""
         return self._split.batch_size
 
     per_rank = False
@@ -387,7 +391,7 @@ class ShardLoader:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch at its first batch; the epoch that was just restored, at its restored position."""
+        """Moves to the first batch of an epoch; an epoch that was just restored keeps its restored position."""
         if epoch < 0:
             raise UsageError(f"set_epoch({epoch}): epochs are counted from 0")
         if epoch == self._epoch and (self._restored or not self._begun):
@@ -397,8 +401,8 @@ class ShardLoader:
         self._loops += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was consumed, in samples of all ranks together, and all weights; equal on all ranks."""
-        segments = [[segment.start, segment.weights] for segment in self._weights_over_time().segments]
+        """Returns the position, in samples of all ranks together, and all weights; equal on all ranks."""
+        segments = [[segment.start, segment.weights] for segment in self._mix_timeline().segments]
         state = self._identity() | {"epoch": self._epoch, "position": self._position, "segments": segments}
         if self._order.version > 1:
             state |= {"samples": self._batcher.pass_samples(), "anchor": list(self._batcher.anchor)}
@@ -407,7 +411,7 @@ class ShardLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes where `state_dict` was taken, on any number of ranks; refuses other shards or another order.
 
-        A mix that names its changes (`Mix(added=..., removed=...)`) may have other datasets.
+        The datasets may differ if the mix states the changes (`Mix(added=..., removed=...)`).
         """
         version, ours, mix = state.get("version", 0), self._identity(), self._mix
         own = {*ours, "epoch", "position", "segments"} | ({"samples", "anchor"} if version != 1 else set())
@@ -431,16 +435,19 @@ class ShardLoader:
             if changed:
                 self._change_datasets(self._timeline, begun)
             elif int(state["samples"]) != self._batcher.pass_samples():
-                self._batcher.anchor = self._epoch, begun  # the epoch ends after as many steps as now given
+                self._batcher.anchor = (
+                    self._epoch,
+                    begun,
+                )  # the epoch ends after the number of steps given now
         if not changed and self._shuffle and self._split.rank_and_world_size()[0] == 0:
             mix.warn_of_edits([segment.weights for segment in segments], self.weights)
         self._restored, self._loops = True, self._loops + 1  # a loop in progress ends with an error
 
     def _change_datasets(self, timeline: Timeline, begun: int) -> None:
-        """Continues with the datasets of the mix; those that were there before continue where they were.
+        """Continues with the datasets of the mix; those that are in the checkpoint continue where they were.
 
-        The epoch that `begun` at a position now ends when it has as many samples as there are. Without shuffle, it
-        begins again.
+        The current epoch began at position `begun`, and ends when it has as many samples as there are now. Without
+        shuffle, it starts again.
         """
         if self._shuffle:
             self._batcher.anchor = self._epoch, max(begun, self._position - self.samples)

@@ -1,7 +1,7 @@
-"""How data workers start, and what they do first: ignore signals, and draw random numbers that belong to the sample.
+"""Starts data workers, which ignore the rank's signals, and seeds random numbers by sample.
 
-A worker that gives nothing for a minute is named in the log, with its stack or what resumes it. A batch that it cannot
-send is an error.
+A worker that returns no batch for a minute is named in the log, with its stack or the command that resumes it. A batch
+that a worker cannot send is an error.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from headway.dist.control.signals import block_signals, end_by_own_signal, ignor
 from headway.system import environment
 from headway.system.log import logger
 
-_LOOK_S = 5.0
-"""how often a loop that waits for a worker looks whether it is alive"""
+_POLL_PERIOD_S = 5.0
+"""how often a loop that waits for a worker checks that it is alive"""
 _SILENT_S = 60.0
-"""how long a worker may take for a batch until it is named; then after twice that time, and so on"""
+"""how long a worker may take for a batch before a warning; the next warning comes after twice that time, and so on"""
 _MAX_PATH_CHARS = 75
-"""of a directory in which a socket can have a name: the whole path has at most 107"""
+"""length of a directory in which a socket can be created: the whole path has at most 107 characters"""
 
 
 def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
-    """Returns `iter(loader)` of torch's loader, whose `worker_init_fn` is a `WorkerInit`, with workers ended by us."""
+    """Returns `iter(loader)` of torch's loader, whose `worker_init_fn` is a `WorkerInit`; its workers end with us."""
     if not loader.num_workers:
         return iter(loader)
     _make_temp_dir()
     context = loader.multiprocessing_context or multiprocessing.get_context()
     if context.get_start_method() != "fork":
-        with block_signals():  # in a block of its own: Python unblocks signals when it has started it
+        with block_signals():  # a separate block: Python unblocks signals when it has started the tracker
             resource_tracker.ensure_running()
     if context.get_start_method() == "forkserver":
-        server_child.preload()  # processes of the user come from it, too
-    with block_signals():  # workers start with the signals blocked that are meant for the rank
+        server_child.preload()  # processes of the user are forked from the server, too
+    with block_signals():  # workers start with these signals blocked, which are meant for the rank
         batches = iter(loader)
     assert isinstance(batches, _MultiProcessingDataLoaderIter)
     for worker in batches._workers:
@@ -64,10 +64,10 @@ def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
 
 
 def _make_temp_dir() -> None:
-    """Makes the directory for the sockets of all workers, in which torch sends batches, before each makes its own.
+    """Makes one directory for the sockets through which torch sends batches, so that workers do not make their own.
 
-    One that was killed would leave its directory behind. This one is removed with the rank, or with its node agent;
-    where something else has removed it, as programs do that clean /tmp, it is made again.
+    A worker that is killed would leave its directory behind. This one is removed with the rank, or with its node agent.
+    If another program has removed it, such as one that cleans /tmp, it is made again.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" in config and not Path(config["tempdir"]).is_dir():
@@ -80,21 +80,21 @@ def _make_temp_dir() -> None:
 
 @final
 class _SilenceWatch:
-    """Names the worker whose batch a loop waits for. It does not own the workers: these end with their loop."""
+    """Warns of the worker whose batch a loop waits for. It does not own the workers, which end with their loop."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = weakref.ref(batches)
-        self._looks, self._next_s = 0, _SILENT_S
+        self._polls, self._next_s = 0, _SILENT_S
 
     def try_get_data(self) -> tuple[bool, Any]:
-        """Replaces a method of torch's iterator; counts looks, since a job that was suspended has waited for nobody."""
+        """Replaces a method of torch's iterator. It counts polls, not time, because a job may have been suspended."""
         batches: Any = self._batches()
-        found: tuple[bool, Any] = type(batches)._try_get_data(batches, _LOOK_S)
+        found: tuple[bool, Any] = type(batches)._try_get_data(batches, _POLL_PERIOD_S)
         if found[0]:
-            self._looks, self._next_s = 0, _SILENT_S
+            self._polls, self._next_s = 0, _SILENT_S
             return found
-        self._looks += 1
-        if (waited := self._looks * _LOOK_S) >= self._next_s:
+        self._polls += 1
+        if (waited := self._polls * _POLL_PERIOD_S) >= self._next_s:
             self._next_s = 2 * waited
             self._report(batches, waited)
         return found
@@ -103,14 +103,15 @@ class _SilenceWatch:
         number = batches._task_info.get(batches._rcvd_idx, (0,))[0]  # the first, while persistent ones resume
         pid = batches._workers[number].pid
         state = _describe_state(pid)
-        asks = state != psutil.STATUS_STOPPED and _writes_stack(pid)
-        then = "; its stack follows" if asks else ""
-        if state == psutil.STATUS_STOPPED:  # it would write its stack when it goes on
-            then = f"; kill -CONT {pid} resumes it"
-        logger.warning(
-            "data worker %d (pid %d, %s) has given no batch for %.0f s%s", number, pid, state, waited, then
+        is_stopped = state == psutil.STATUS_STOPPED  # it would write its stack only when it is resumed
+        dumps_stack = not is_stopped and _writes_stack(pid)
+        hint = (
+            f"; kill -CONT {pid} resumes it" if is_stopped else "; its stack follows" if dumps_stack else ""
         )
-        if asks:
+        logger.warning(
+            "data worker %d (pid %d, %s) has given no batch for %.0f s%s", number, pid, state, waited, hint
+        )
+        if dumps_stack:
             with suppress(ProcessLookupError):  # it has just ended, and torch raises that
                 os.kill(pid, signal.SIGQUIT)
 
@@ -123,7 +124,7 @@ def _describe_state(pid: int) -> str:
 
 
 def _writes_stack(pid: int) -> bool:
-    """Whether a process handles SIGQUIT, as workers do once they have started; it would end another one."""
+    """Whether a process handles SIGQUIT, as workers do once they have started; the signal would end any other."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -147,7 +148,7 @@ def preserve_rng() -> Iterator[None]:
 
 
 def rng_states() -> tuple[bytes, object, object]:
-    """Returns what the random number generators of torch, random and numpy will draw next, for comparison."""
+    """Returns the states of the random number generators of torch, random and numpy, for comparison."""
     _, words, *rest = np.random.get_state(legacy=True)
     drawn_by_numpy = np.asarray(words).tobytes(), *rest
     return torch.default_generator.get_state().numpy().tobytes(), random.getstate(), drawn_by_numpy
@@ -170,16 +171,18 @@ class WorkerInit:
         self._user_init = user_init
 
     def __call__(self, worker: int) -> None:
-        gc.freeze()  # garbage of the rank may hold tensors of a GPU, and freeing one in a forked process aborts it
+        gc.freeze()  # garbage of the rank may hold CUDA tensors, and freeing one in a fork aborts the process
         ignore_signals(worker)
-        faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)  # the rank asks where a worker is
+        faulthandler.register(
+            signal.SIGQUIT, file=2, all_threads=True
+        )  # the rank sends it to a silent worker
         queues.Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
         if self._user_init is not None:
             self._user_init(worker)
 
 
 def _send_error(queue: queues.Queue[Any], error: Exception, item: Any) -> None:
-    """Sends why a batch could not be sent, in its place. Python drops it, and the rank would wait forever."""
+    """Sends the error in place of a batch that cannot be sent. Python drops both, and the rank would wait forever."""
     traceback.print_exception(error)
     number, batch = item if isinstance(item, tuple) and len(item) == 2 else (None, None)
     if isinstance(number, int) and not isinstance(batch, ExceptionWrapper):
@@ -187,5 +190,5 @@ def _send_error(queue: queues.Queue[Any], error: Exception, item: Any) -> None:
         where = f"when data worker {info.id if info else 0} sent a batch to its rank"
         cause: Any = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
         queue.put((number, cause))
-    elif isinstance(batch, ExceptionWrapper):  # nor can the error be sent
+    elif isinstance(batch, ExceptionWrapper):  # the error cannot be sent either
         os._exit(1)

@@ -1,4 +1,4 @@
-"""What the threads of a `ShardLoader` do: read, decode and transform samples in chunks, and replace bad ones."""
+"""`SampleReader`: reads, decodes and transforms samples in chunks, on the threads of a `ShardLoader`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from headway.data.shards.label_order import LABEL
 from headway.data.shards.tar import ShardLimits
 from headway.data.sources.chunk import Chunk, SampleLocation, memory_bytes
 from headway.data.sources.open_shards import OpenShards
-from headway.data.sources.reader_pool import MAX_DECODERS, ReadAnswer, ReaderPool
+from headway.data.sources.reader_pool import MAX_DECODERS, FilledSlot, ReaderPool
 from headway.data.sources.reader_process import ReaderSettings, SampleRow, SlotAnswer
 from headway.errors import BadSample, BadShard, HeadwayError, UsageError
 from headway.system.retries import retries_in_this_thread
@@ -44,32 +44,32 @@ from headway.system.retries import retries_in_this_thread
 Transform = Callable[[dict[str, Any], np.random.Generator], Any]
 
 
-def checked_transform(transform: Transform | ImageTransform | None) -> Transform | ImageTransform | None:
-    """Returns a transform; refuses one that cannot be called with a sample and its generator, as those of others."""
-    if transform is not None and not isinstance(transform, ImageTransform):
-        try:
-            inspect.signature(transform).bind({}, None)
-        except TypeError as error:
-            name = getattr(transform, "__name__", type(transform).__name__)
-            raise UsageError(
-                f"transform {name} cannot be called with a sample and its generator ({error}): write "
-                f"transform=lambda sample, rng: {name if name.isidentifier() else 'augment'}(sample)"
-            ) from error
-        except ValueError:
-            pass  # a builtin without a signature
-    return transform
+def check_transform(transform: Transform | ImageTransform | None) -> None:
+    """Refuses a transform that cannot be called with a sample and its generator, such as one of torchvision's."""
+    if transform is None or isinstance(transform, ImageTransform):
+        return
+    try:
+        inspect.signature(transform).bind({}, None)
+    except TypeError as error:
+        name = getattr(transform, "__name__", type(transform).__name__)
+        raise UsageError(
+            f"transform {name} cannot be called with a sample and its generator ({error}): write "
+            f"transform=lambda sample, rng: {name if name.isidentifier() else 'augment'}(sample)"
+        ) from error
+    except ValueError:
+        pass  # a builtin without a signature
 
 
 KEY = "__key__"
 """the part of a sample that has its name"""
 _MAX_SUBSTITUTES = 8
-_MIN_ASKED = 1000  # samples, before processes that decline most of them are asked no more
-_READ_BYTES = 2**20  # that a thread reads before it decodes
+_MIN_REQUESTED = 1000  # samples, before it is decided that processes decline most of them
+_READ_BYTES = 2**20  # read by a thread before it decodes
 
 
 @final
 class SampleReader:
-    """Reads, decodes and transforms samples; leaves out bad ones, or with `substitute` replaces them."""
+    """Reads, decodes and transforms samples; leaves out bad ones or, with `substitute`, replaces them."""
 
     def __init__(
         self,
@@ -85,23 +85,23 @@ class SampleReader:
         gpu: torch.device | None = None,
         joins: bool = False,
     ) -> None:
-        """With `joins`, `collate_crops` makes the batches, and a batch may have its crops in one memory."""
-        on_gpu = gpu is not None
-        self._gpu_bytes = transform.crop_bytes() if on_gpu and isinstance(transform, ImageTransform) else 0
-        self._allocate = PinnedMemory().allocate if on_gpu else None
+        """With `joins`, `collate_crops` makes the batches, and the crops of a batch may share one block of memory."""
+        images = transform if isinstance(transform, ImageTransform) else None
+        self._gpu_bytes = images.crop_bytes() if gpu is not None and images is not None else 0
+        self._allocate = PinnedMemory().allocate if gpu is not None else None
         self._shards, self._orders, self.keys = shards, order.orders, SampleKeys(seed, order.keys)
         self._replaces, self._watch = substitute, watch
-        if isinstance(transform, ImageTransform):  # crops are of colors, also where a PNG has a palette
+        if images is not None:  # crops are RGB, also those of a PNG with a palette
             decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
         self._transform, self._decoders, self._limits = transform, decoders, limits
-        self._exif = isinstance(transform, ImageTransform) and transform.exif
-        own = own_parts(transform) if isinstance(transform, ImageTransform) else set[str]()
-        self._decoder = SampleDecoder(decoders, limits, {KEY, *own})
+        self._exif = images is not None and images.exif
+        reserved = frozenset({KEY, *(own_parts(images) if images is not None else ())})
+        self._decoder = SampleDecoder(decoders, limits, reserved)
         self._pool: ReaderPool | None = None
-        self._asked = 0, 0  # samples that processes were asked for, and those that they declined
-        if not shards.cached and on_gpu == isinstance(transform, ImageTransform):
-            names = frozenset({KEY, *own}), frozenset(decoders)
-            settings = ReaderSettings(shards.sources, shards.max_open, limits, *names, decodes=not on_gpu)
+        self._requested = 0, 0  # samples that were requested from processes, and those that they declined
+        if not shards.cached and (gpu is not None or images is None):
+            names, decodes = (reserved, frozenset(decoders)), gpu is None
+            settings = ReaderSettings(shards.sources, shards.max_open, limits, *names, decodes)
             if gpu is not None:
                 self._pool = ReaderPool(settings, HostPinning(gpu))
             else:
@@ -109,21 +109,24 @@ class SampleReader:
         self._begin = self._begin_for_gpu if self._gpu_bytes else self._decoder.begin
         self._cropper: ImageCropper | None = None
         self._joins: ImageTransform | None = None
-        if isinstance(transform, ImageTransform) and not on_gpu:
-            self._cropper = ImageCropper(transform, self.keys, decoders, limits)
-            self._joins = transform if joins else None
+        if images is not None and gpu is None:
+            self._cropper = ImageCropper(images, self.keys, decoders, limits)
+            self._joins = images if joins else None
         self.crop_pool = MemoryPool()
 
     def crop_memory(self, samples: int) -> CropMemory | None:
-        """Returns memory for the crops of so many samples; None if those of each have memory of their own."""
+        """Returns memory for the crops of this many samples; None if each sample has its own memory."""
         return CropMemory(self._joins, samples, self.crop_pool) if self._joins is not None else None
 
     @property
     def has_processes(self) -> bool:
-        """Whether processes should read for the threads: not where crops are made here, nor from a node's cache, nor
-        shards without an index, which each of them would walk, nor samples most of which they leave to this one."""
-        asked, declined = self._asked
-        declines_most = asked >= _MIN_ASKED and declined > asked // 2
+        """Whether processes should read for the threads.
+
+        Not if crops are made here, shards come from the node cache, a shard has no index (each process would walk it),
+        or processes decline most samples.
+        """
+        requested, declined = self._requested
+        declines_most = requested >= _MIN_REQUESTED and declined > requested // 2
         return self._pool is not None and self._pool.usable and self._shards.indexed and not declines_most
 
     def read(
@@ -134,11 +137,11 @@ class SampleReader:
         *,
         by_process: bool = False,
     ) -> Chunk:
-        """Loads samples, a few at a time: all are read, then all images are decoded. Decoding an image evicts Python
-        from the processor's cache, and whatever runs between two of them takes several times as long.
+        """Loads samples, a few at a time: reads all of them, then decodes all images.
 
-        Crops are written into `memory`, in which the first of these samples has the number `first`. With `by_process`,
-        a process reads them, if one can.
+        Decoding an image evicts Python from the processor's cache, so code between two images takes several times as
+        long. Crops are written into `memory`, where the first of these samples has the number `first`. With
+        `by_process`, a process reads the samples, if one can.
         """
         chunk, retries = Chunk(threading.get_native_id()), retries_in_this_thread()
         busy = time.thread_time()
@@ -169,36 +172,36 @@ class SampleReader:
             self._finish(chunk, samples, began)
 
     def _read_by_process(self, pool: ReaderPool, locations: Sequence[SampleLocation], chunk: Chunk) -> int:
-        """Has samples read by another process, if one is ready, and returns how many were; reads those itself that
-        the process left to it."""
+        """Lets another process read samples, if one is ready, and returns how many are done; reads those here that the
+        process declined."""
         done = 0
         while done < len(locations):
             began = time.perf_counter()
-            answer = pool.read(locations[done:])
-            if answer is None:
+            slot = pool.read(locations[done:])
+            if slot is None:
                 break
-            self._note_rows(chunk, locations[done:], answer.told)
+            self._count_rows(chunk, locations[done:], slot.answer)
             add = self._add_encoded_rows if self._gpu_bytes else self._add_decoded_rows
-            add(chunk, locations[done:], answer, began)
-            done += len(answer.told.rows)
+            add(chunk, locations[done:], slot, began)
+            done += len(slot.answer.rows)
         return done
 
-    def _note_rows(self, chunk: Chunk, locations: Sequence[SampleLocation], told: SlotAnswer) -> None:
-        """Notes what reading samples took, and their labels."""
-        chunk.busy_s += told.busy_s
-        chunk.read += sum([row[-1] for row in told.rows if row is not None])
+    def _count_rows(self, chunk: Chunk, locations: Sequence[SampleLocation], answer: SlotAnswer) -> None:
+        """Adds to a chunk what reading the samples cost, and their labels."""
+        chunk.busy_s += answer.busy_s
+        chunk.read += sum([row[-1] for row in answer.rows if row is not None])
         if self._watch.watching:
             chunk.labels += [
                 (dataset, shard, sample, row[1][LABEL])
-                for (dataset, _, shard, sample), row in zip(locations, told.rows, strict=False)
+                for (dataset, _, shard, sample), row in zip(locations, answer.rows, strict=False)
                 if row is not None and type(row[1].get(LABEL)) is int
             ]
 
     def _add_decoded_rows(
-        self, chunk: Chunk, locations: Sequence[SampleLocation], answer: ReadAnswer, began: float
+        self, chunk: Chunk, locations: Sequence[SampleLocation], slot: FilledSlot, began: float
     ) -> None:
-        rows, read_s, _ = answer.told
-        read, memory, samples = began + read_s, np.frombuffer(answer.memory, np.uint8), list[ReadSample]()
+        rows, read_s, _ = slot.answer
+        read, memory, samples = began + read_s, np.frombuffer(slot.memory, np.uint8), list[ReadSample]()
         for location, row in zip(locations, rows, strict=False):
             if row is None:
                 sample = self._read_sample(location, [], chunk)
@@ -206,21 +209,21 @@ class SampleReader:
                     samples.append(sample)
                 continue
             key, value, name, start, end, height, width, _ = row
-            # a copy: users may keep it, and forks of this process see memory that is shared change
+            # a copy: users may keep it, and forks of this process would see the shared memory change
             value[name] = memory[start:end].reshape(height, width, RGB_BYTES).copy()
             value[KEY] = key
             samples.append(ReadSample(location, value, [], []))
-        asked, declined = self._asked
-        self._asked = asked + len(rows), declined + rows.count(None)
+        requested, declined = self._requested
+        self._requested = requested + len(rows), declined + rows.count(None)
         self._finish(chunk, samples, began, read)
 
     def _add_encoded_rows(
-        self, chunk: Chunk, locations: Sequence[SampleLocation], answer: ReadAnswer, began: float
+        self, chunk: Chunk, locations: Sequence[SampleLocation], slot: FilledSlot, began: float
     ) -> None:
         read = time.perf_counter()
-        for location, row in zip(locations, answer.told.rows, strict=False):
+        for location, row in zip(locations, slot.answer.rows, strict=False):
             if row is not None:
-                self._add_encoded(chunk, location, row, answer.memory)
+                self._add_encoded(chunk, location, row, slot.memory)
                 continue
             end = time.perf_counter()
             chunk.times.append((began, read, end, end))
@@ -265,7 +268,7 @@ class SampleReader:
             return ReadSample(location, value, late, bad)
 
     def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
-        """Begins to decode a sample, except for an image that the GPU is to decode."""
+        """Starts to decode a sample, except for an image that the GPU will decode."""
         name = jpeg_name(parts, self._decoders)
         image = None if name is None else self._encoded(parts[name])
         if name is None or image is None:
@@ -274,7 +277,7 @@ class SampleReader:
         return {name: image, **values}, late
 
     def _encoded(self, data: memoryview) -> EncodedImage | None:
-        """Returns a JPEG that the GPU is to decode; None for one that the CPU decodes."""
+        """Returns a JPEG that the GPU will decode; None for one that the CPU must decode."""
         size = plain_jpeg_size(data, self._limits)
         if size is None:
             return None
@@ -283,8 +286,11 @@ class SampleReader:
     def _finish(
         self, chunk: Chunk, samples: list[ReadSample], began: float, read: float | None = None
     ) -> None:
-        """Decodes images, unless they are since they were `read`. A transform follows each at once, while it is in the
-        cache, and often makes it smaller."""
+        """Decodes the images that were read as bytes, and adds the samples to the chunk; `read` is when reading ended.
+
+        The transform of each image follows at once, while its pixels are in the processor's cache, and often makes it
+        smaller.
+        """
         read, transformed = read or time.perf_counter(), chunk.transform_s
         if self._cropper is not None and not self._cropper.reduces:
             self._cropper.draw(samples)
@@ -302,9 +308,9 @@ class SampleReader:
             chunk.values.append(sample.value)
 
     def _complete(self, sample: ReadSample, chunk: Chunk, *, on_cpu: bool = False) -> ReadSample | None:
-        """Decodes and transforms a sample or, if that finds it bad, its substitute; None if it is left out.
+        """Decodes and transforms a sample or, if it turns out bad, its substitute; None if it is left out.
 
-        With `on_cpu`, an image that was set apart for the GPU is decoded here.
+        With `on_cpu`, an image that the GPU could not decode is decoded here.
         """
         while True:
             name = sample.value[KEY]
@@ -327,7 +333,7 @@ class SampleReader:
                     chunk.bad += sample.bad
                     return None
                 substitute = self._read_sample(location, sample.bad, chunk)
-                assert substitute is not None, "they are left out all or none"
+                assert substitute is not None, "bad samples are either all replaced or all left out"
                 substitute.place = sample.place
                 sample = substitute
             else:
@@ -341,7 +347,7 @@ class SampleReader:
         return self._transform(sample.value, rng)
 
     def _for_gpu(self, sample: ReadSample) -> dict[str, Any]:
-        """Returns a sample with its image set apart, encoded or decoded, for the GPU."""
+        """Returns a sample with its image, encoded or decoded, as the part `IMAGE`."""
         assert isinstance(self._transform, ImageTransform)
         image = take_image(self._transform, sample)
         return {SAMPLES: sample.location, IMAGE: image, **sample.value}

@@ -1,4 +1,5 @@
-"""The datasets of a mix, their shards while they are open, and who reads them: threads or processes."""
+"""The datasets of a mix (mix), their open shards (open_shards), and what reads them: threads or processes (read_mode,
+reader_pool, reader_process). A chunk holds the samples that were read together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few samples of a batch, as a thread loads them, with the bytes and the time that they took."""
+"""`Chunk`: a few samples of a batch that one thread loads, with the bytes and the time that they took."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ class Chunk:
     thread: int
     values: list[Any] = field(default_factory=list)
     count: int = 0
-    """how many values there were, once the batch is assembled"""
+    """number of values, set when the batch is assembled"""
     size: int = 0
-    """bytes in memory at most"""
+    """bytes in memory, at most"""
     read: int = 0
     """bytes in the shards"""
     read_retries: int = 0
     bad: list[QuarantinedSample] = field(default_factory=list)
     substitutes: set[int] = field(default_factory=set)
-    """which of the values replace bad samples"""
+    """the numbers of the values that replace bad samples"""
     labels: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """dataset, shard, sample and label, while the order of labels is of interest"""
+    """dataset, shard, sample and label, while `LabelWatch` needs them"""
     busy_s: float = 0.0
-    """of a core's time, for all stages, also of a process that reads for the thread"""
+    """CPU time of all phases, including that of a process that reads for the thread"""
     transform_s: float = 0.0
     times: list[tuple[float, ...]] = field(default_factory=list)
     """for a few samples at a time: when reading began, and when reading, decoding and any transform ended"""
 
 
 def memory_bytes(value: Any) -> int:
-    """Returns about how many bytes a value takes. Optimized, because it runs for each sample."""
+    """Returns the approximate size of a value in bytes. Optimized, because it runs for each sample."""
     kind = type(value)
     if kind is dict:
         size = 0

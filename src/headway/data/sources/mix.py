@@ -24,9 +24,10 @@ class Mix:
     the names themselves are directories, patterns, or names in the `catalog` (by default, `Catalog()`). `schedule`
     changes weights at given steps; names that it omits keep theirs.
 
-    Datasets go by name, in any order. A run resumes with the datasets that it was saved with, unless the change is
-    stated: `added` names those that the checkpoint may lack, `removed` those that it may have beyond these. Then all
-    others continue where they were, and the weights and the schedule given here apply from there on.
+    Datasets are identified by name; their order does not matter. A run resumes with the datasets that it was saved
+    with, unless the change is stated: `added` names datasets that the checkpoint may lack, `removed` datasets that only
+    the checkpoint may have. Then all others continue where they were, and the weights and the schedule given here apply
+    from there on.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Mix:
             self.schedule.append((step, current))
 
     def warn_of_edits(self, saved: Sequence[Mapping[str, float]], current: Mapping[str, float]) -> None:
-        """Logs weights that a checkpoint never had: those that it `saved`, of which `current` are next, apply."""
+        """Warns if this mix has weights that are not in the checkpoint: the `saved` ones apply, `current` first."""
         known = [_proportions(weights) for weights in saved]
         given = (self.weights, *(weights for _, weights in self.schedule))
         edited = next((weights for weights in given if _proportions(weights) not in known), None)
@@ -78,7 +79,7 @@ class Mix:
 
 
 def _proportions(weights: Mapping[str, float]) -> list[int]:
-    """The weights as the smallest whole numbers, in the order of the names."""
+    """Returns the weights as the smallest whole numbers, in the order of the names."""
     numbers = to_whole_numbers({name: weights[name] for name in sorted(weights)})
     return [number // math.gcd(*numbers) for number in numbers]
 

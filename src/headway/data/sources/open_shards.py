@@ -1,6 +1,6 @@
-"""The datasets of a mix with their numbers of samples, and the shards that are open.
+"""Finds the datasets of a mix and counts their samples (`find_sources`), and keeps shards open (`OpenShards`).
 
-Rank 0 lists directories for all ranks: a thousand ranks that do so at once overload a parallel file system.
+Rank 0 lists directories for all ranks, because a thousand ranks at once would overload a parallel file system.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headway.errors import BadShard, UsageError
 from headway.system.log import logger
 
 _NOTICE_AFTER_S = 3.0  # of counting without an index
-_MIN_OPEN_SHARDS = 64  # fewer would not suffice for the batches that are prefetched
+_MIN_OPEN_SHARDS = 64  # fewer would not suffice for prefetched batches
 
 
 @final
@@ -56,7 +56,7 @@ def find_sources(
 ) -> list[Source]:
     """Finds the datasets of a mix; with `shared`, on rank 0 for all ranks, which must all call this.
 
-    Up to a share of `max_bad`, shards so damaged that their samples cannot be counted are left out.
+    Shards whose samples cannot be counted, because they are damaged, are left out, up to a share of `max_bad`.
     """
 
     def find() -> list[tuple[str, list[str], list[int]]]:
@@ -95,12 +95,12 @@ def _find(
 def _count(
     name: str, paths: Sequence[Path], limits: ShardLimits, notice_after_s: float, damaged: dict[Path, str]
 ) -> list[int]:
-    """Counts the samples of each shard. If that takes long for lack of an index, logs how to write one."""
+    """Counts the samples of each shard. If that takes long because there is no index, logs how to write one."""
     began, noticed, counts = time.monotonic(), False, list[int]()
     for path, count in zip(paths, count_shards(paths, limits, damaged=damaged), strict=True):
         counts.append(count)
-        slow = time.monotonic() - began > notice_after_s
-        if not noticed and slow and indexed_count(path, limits) is None:
+        is_slow = time.monotonic() - began > notice_after_s
+        if not noticed and is_slow and indexed_count(path, limits) is None:
             noticed = True
             logger.info(
                 f"counting the samples of {name!r}, {len(counts)} of {len(paths)} shards so far; without an index this "
@@ -127,7 +127,7 @@ class OpenShards:
         self._indexes: OrderedDict[tuple[int, int], ShardIndex] = OrderedDict()
         self._lock = threading.Lock()
         self.indexed = True
-        """whether all shards that were opened have an index: others take long to open"""
+        """whether all shards opened so far have an index; others take long to open"""
 
     @property
     def cached(self) -> bool:
@@ -154,7 +154,7 @@ class OpenShards:
                 try:
                     slot.shard = self._open_shard(dataset, shard)
                 except BadShard as error:
-                    slot.damage = str(error)  # so that it is not read again for each of its samples
+                    slot.damage = str(error)  # so that its other samples do not open it again
                     raise
             return slot.shard
 
@@ -167,8 +167,8 @@ class OpenShards:
             opened = Shard.open(path, self.limits, index=index)
         if len(opened) != count:
             raise UsageError(
-                f"{path} has {len(opened)} samples, but had {count} when the loader was created: it was replaced "
-                "since, and positions would mean other samples; create the loader again"
+                f"{path} has {len(opened)} samples, but had {count} when the loader was created: it was replaced, and "
+                "positions would mean other samples; create the loader again"
             )
         with self._lock:
             self.indexed &= opened.index.stated
@@ -179,7 +179,7 @@ class OpenShards:
         return opened
 
     def keep(self, paths: Collection[Path]) -> None:
-        """Closes all other shards, because they are not needed soon."""
+        """Closes all other shards."""
         wanted = set(paths)
         with self._lock:
             for dataset, shard in list(self._open):

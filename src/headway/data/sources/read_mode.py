@@ -1,4 +1,4 @@
-"""Who reads the samples of a batch: threads, one thread, or processes."""
+"""`ReadModeChooser`: decides whether threads, one thread or processes read the samples of a batch."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from headway.system.limits import usable_cpus
 
 _MAX_CHUNK_SAMPLES = 64  # that a thread loads at a time: a task costs as much as two small samples
 _MAX_GPU_READERS = 3  # more would read faster than a GPU decodes
-_MIN_REQUEST_SAMPLES = 128  # of small ones: a request costs as much as a few of them
-_SMALL_SAMPLE_S = 50e-6  # of a core's time
-_MAX_WAIT = 4  # times as long as threads that only wait for the interpreter
-_MARGIN = 4  # times as slow may samples be that processes read, and still count as small: machines are busy
-_RECENT_BATCHES = 16  # by which that is decided
+_MIN_REQUEST_SAMPLES = 128  # a request costs as much as a few small samples
+_SMALL_SAMPLE_S = 50e-6  # CPU time
+_MAX_WAIT = 4  # elapsed time per CPU time: threads that wait only for the interpreter take less
+_MARGIN = 4  # by which samples that processes read may be slower and still count as small: machines are busy
+_RECENT_BATCHES = 16  # that the decision depends on
 _MIN_WAITED_S = 1.0  # before processes are started, which takes half of it
 _MIN_WAITED_SHARE = 0.1  # of the loop's time
 
 
 class ReadMode(Enum):
-    """Who reads a batch."""
+    """What reads a batch."""
 
     THREADS = "threads"
-    """which decode at the same time: most of it happens outside of the interpreter"""
+    """they decode in parallel, because decoders release the interpreter lock"""
     ONE_THREAD = "one thread"
-    """small samples hold the interpreter nearly all the time, and threads that pass it to each other are slower"""
+    """for small samples, which hold the interpreter lock nearly all the time: several threads would be slower"""
     PROCESSES = "processes"
-    """each with an interpreter of its own: where the training loop waits for small samples, or a GPU decodes"""
+    """each with its own interpreter, if the training loop waits for small samples, or if a GPU decodes"""
 
 
 class ReadCost(NamedTuple):
-    """What samples took to read and decode."""
+    """How long samples took to read and decode."""
 
     samples: int
     busy_s: float
-    """of a core's time"""
+    """CPU time"""
     took_s: float
-    """until a thread had them"""
+    """elapsed time per thread"""
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> ReadCost:
-        """Returns what the chunks of a batch took, which several threads may have read at the same time."""
+        """Returns the cost of the chunks of a batch, which several threads may have read in parallel."""
         took_s = sum(times[-1] - times[0] for chunk in chunks for times in chunk.times)
         threads = len({chunk.thread for chunk in chunks})
         samples, busy_s = sum(chunk.count for chunk in chunks), sum(chunk.busy_s for chunk in chunks)
         return cls(samples, busy_s, took_s / max(1, threads))
 
     def is_small(self, margin: int = 1) -> bool:
-        """Whether samples take microseconds, and not for waiting for storage; up to `margin` times as many."""
+        """Whether samples take microseconds, up to `margin` times the limit, and wait little for storage."""
         small = self.busy_s < margin * _SMALL_SAMPLE_S * self.samples
         return small and self.took_s < margin * _MAX_WAIT * self.busy_s
 
 
 @final
 class ReadModeChooser:
-    """Chooses who reads the next batch by what the last ones took. What is read does not depend on it."""
+    """Chooses what reads the next batch, by the cost of the last ones. The samples do not depend on the choice."""
 
     def __init__(self, threads: int | None, gpu: torch.device | None) -> None:
         self._on_gpu = gpu is not None
@@ -76,11 +76,11 @@ class ReadModeChooser:
         self.mode = ReadMode.PROCESSES if gpu is not None else ReadMode.THREADS
 
     def begin_pass(self) -> None:
-        """Leaves out the time since the last batch."""
+        """Excludes the time since the last batch from the loop's time."""
         self._last_s = math.nan
 
     def observe(self, chunks: Sequence[Chunk], waited: Span, *, processes: bool) -> None:
-        """Takes note of a batch for which the loop waited, and of whether there can be `processes`."""
+        """Updates the choice after a batch that the loop waited for; `processes` says whether processes can be used."""
         if self._on_gpu:
             return
         self._waited_s += waited.ended - waited.began
@@ -105,8 +105,11 @@ class ReadModeChooser:
         return ReadMode.PROCESSES if processes and self.threads > 1 and waits else ReadMode.ONE_THREAD
 
     def chunk_samples(self, samples: int) -> int:
-        """Returns how many samples of a batch are read at once: a few, because tasks have a cost, but enough for all
-        threads. One thread takes all, and a process its share, because a request has a cost, too."""
+        """Returns how many samples of a batch make a chunk.
+
+        Threads get several chunks each, but not too small ones, because a task has a cost. One thread gets all samples,
+        and a process its share, because a request has a cost, too.
+        """
         if self.mode is ReadMode.ONE_THREAD:
             return max(1, samples)
         if self._on_gpu:

@@ -1,6 +1,6 @@
-"""`ReaderPool`: processes that read samples for this one, and the memory that they read them into.
+"""`ReaderPool`: processes that read samples for this one, into shared memory.
 
-If one of them ends or cannot be started, this process reads by itself.
+If one of them ends or cannot be started, this process reads the samples itself.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from headway.system.files import open_unnamed
 from headway.system.locks import block_forks
 from headway.system.log import logger
 
-_SLOTS = 256  # take memory when they are first used, and those with low numbers are used first
-_ANSWER_WAIT_S, _EXIT_WAIT_S = 60.0, 5.0  # it starts in about half a second
+_SLOTS = 256  # a slot takes memory when it is first used, and low numbers are used first
+_ANSWER_WAIT_S, _EXIT_WAIT_S = 60.0, 5.0  # a process starts in about half a second
 _PROGRAM = (
     "import sys; sys.path.insert(0, {home!r}); import headway; sys.path[:1] = []; sys.path += {paths!r}; "
     "from headway.data.sources.reader_process import main; main()"
 )
 MAX_DECODERS = 4
-"""processes that decode for a rank: more would be faster than one interpreter makes batches of small samples"""
+"""processes that decode for a rank: one interpreter cannot collate small samples faster than these decode them"""
 
 
 class Pinning(Protocol):
-    """Makes memory of the process ready for a GPU."""
+    """Pins memory of this process for a GPU."""
 
     def pin(self, address: int, count: int, /) -> None: ...
     def unpin(self, address: int, /) -> None: ...
 
 
-class ReadAnswer(NamedTuple):
-    """What a reader process has read."""
+class FilledSlot(NamedTuple):
+    """A slot with the samples that a reader process has read into it."""
 
     memory: memoryview
-    """the slot; it is used again when no view of it is left"""
-    told: SlotAnswer
+    """the slot's bytes; the slot is used again when no view of them is left"""
+    answer: SlotAnswer
 
 
 @final
@@ -77,7 +77,7 @@ class SharedSlots:
         weakref.finalize(self, _release, self.descriptor, self._memory, self._pinned, pinning).atexit = False
 
     def take(self) -> int | None:
-        """Returns a slot that nobody uses; None if there is none."""
+        """Returns a slot that is free; None if there is none."""
         with self._lock:
             while self._returned:
                 heapq.heappush(self._free, self._returned.popleft())
@@ -93,10 +93,10 @@ class SharedSlots:
         assert self._pinning is not None
         try:
             self._pinning.pin(address, SLOT_BYTES)
-        except RuntimeError as error:  # of CUDA, where memory that is locked has a limit
+        except RuntimeError as error:  # raised by CUDA above the limit of locked memory
             with self._lock:
-                said, self._pins = not self._pins, False
-            if not said:
+                pinned_before, self._pins = self._pins, False
+            if pinned_before:
                 logger.warning(
                     f"memory for samples cannot be pinned ({error}); a GPU decodes them more slowly"
                 )
@@ -104,11 +104,11 @@ class SharedSlots:
             self._pinned.add(address)
 
     def free(self, slot: int) -> None:
-        """Allows a slot to be used again. Without the lock: the collector may call this while a thread holds it."""
+        """Frees a slot. Does not take the lock: the garbage collector may call this while a thread holds it."""
         self._returned.append(slot)
 
     def view(self, slot: int) -> memoryview:
-        """Returns the memory of a slot, which is free when no part of this is left."""
+        """Returns the memory of a slot, which becomes free when no view of it is left."""
         memory = self._memory[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         weakref.finalize(memory, self.free, slot).atexit = False
         return memory.data
@@ -124,7 +124,7 @@ def _release(descriptor: int, memory: Any, pinned: set[int], pinning: Pinning | 
 
 @final
 class _ReaderProcess:
-    """A running reader process, with which one thread at a time talks."""
+    """A running reader process, which one thread at a time uses."""
 
     def __init__(self, settings: str, memory: int) -> None:
         self._socket, theirs = socket.socketpair()
@@ -137,8 +137,8 @@ class _ReaderProcess:
                 file.write(settings)
             os.lseek(given, 0, os.SEEK_SET)
             passed = theirs.fileno(), given, memory
-            # a fork of this moment would keep a pipe that this call waits for; signals are meant for the rank, and stay
-            # blocked there
+            # a fork at this moment would keep a pipe open that this call waits for; signals are meant for the rank, and
+            # stay blocked in the process
             with block_forks(), block_signals():
                 self._process = subprocess.Popen(
                     [sys.executable, *_interpreter_arguments(), *map(str, passed)],
@@ -164,7 +164,7 @@ class _ReaderProcess:
         return self._ready
 
     def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> SlotAnswer:
-        """Has samples read. Raises EOFError or OSError if it has ended, or does not answer."""
+        """Makes the process read samples. Raises EOFError or OSError if it has ended, or does not answer."""
         try:
             if not self._ready:
                 self._connection.recv()
@@ -179,7 +179,7 @@ class _ReaderProcess:
         return TimeoutError(f"process {self._process.pid} did not answer in {_ANSWER_WAIT_S:g} s")
 
     def shut_down(self) -> None:
-        """Has it exit, also where a fork of this process has the connection, too."""
+        """Makes the process exit, even if a fork of this process also has the connection."""
         with suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -189,7 +189,7 @@ class _ReaderProcess:
         self._socket.close()
 
     def wait(self, deadline: float) -> None:
-        """Waits until it has exited, and kills it then: it may wait for storage."""
+        """Waits for the process to exit, and kills it at the deadline: it may be blocked by storage."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -199,10 +199,13 @@ class _ReaderProcess:
 
 
 def _interpreter_arguments() -> list[str]:
-    """Returns how a reader process finds this very headway, and all else where an interpreter looks first and then
-    where this one does: what a script has put in front of that is not meant for it."""
+    """Returns arguments with which a reader process imports this very headway.
+
+    All other modules come from the interpreter's own path first, and then from ours: entries that a script put at the
+    front of `sys.path` are not meant for the process.
+    """
     home = str(Path(headway.__file__).resolve().parents[1])
-    paths = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
+    paths = [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)]
     return ["-I" if sys.flags.isolated else "-P", "-c", _PROGRAM.format(home=home, paths=paths)]
 
 
@@ -219,9 +222,9 @@ def _end(processes: Sequence[_ReaderProcess], owner: int) -> None:
 
 @final
 class ReaderPool:
-    """Has processes read samples: as many as threads ask at once, and at most `max_processes`.
+    """Starts processes that read samples: one for each concurrent request, and at most `max_processes`.
 
-    With `waits`, the first request waits until its process has started; without, it is not read meanwhile.
+    With `waits`, the first request waits until its process has started; without, `read` returns None until then.
     """
 
     def __init__(
@@ -241,11 +244,11 @@ class ReaderPool:
 
     @property
     def usable(self) -> bool:
-        """Whether processes can read for this one; not for a fork of it, whose answers would be taken by both."""
+        """Whether processes can read for this one. A fork cannot use them: it would take its parent's answers."""
         return not self._failed and os.getpid() == self._owner
 
-    def read(self, locations: Sequence[tuple[int, int, int, int]]) -> ReadAnswer | None:
-        """Has the first of some samples read; None if no process can, or no slot is free."""
+    def read(self, locations: Sequence[tuple[int, int, int, int]]) -> FilledSlot | None:
+        """Reads as many of the first samples as fit a slot; None if no process or no slot is available."""
         if not self.usable:
             return None
         with self._turns:
@@ -254,15 +257,15 @@ class ReaderPool:
             try:
                 process, slots = self._take()
                 if not (self._waits or process.is_ready()):
-                    self._idle.appendleft(process)  # others come first
+                    self._idle.appendleft(process)  # the others are tried first
                     return None
                 slot = slots.take()
-                told = process.read(slot, locations) if slot is not None else None
+                answer = process.read(slot, locations) if slot is not None else None
             except (EOFError, OSError, pickle.UnpicklingError) as error:
-                self._give_up(error)  # and no slot is used again: the process may still write to its own
+                self._give_up(error)  # its slot is not freed: the process may still write to it
                 return None
             self._idle.append(process)
-        return ReadAnswer(slots.view(slot), told) if slot is not None and told is not None else None
+        return FilledSlot(slots.view(slot), answer) if slot is not None and answer is not None else None
 
     def _take(self) -> tuple[_ReaderProcess, SharedSlots]:
         with self._lock:
@@ -275,13 +278,13 @@ class ReaderPool:
             return process, self._slots
 
     def _give_up(self, error: Exception) -> None:
-        """Reads no more: what one process cannot do, the others cannot soon."""
+        """Stops all processes: what made one of them fail will probably make the others fail, too."""
         with self._lock:
-            said, self._failed = self._failed, True
-            for each in self._processes:
-                each.shut_down()
-        if not said:
+            failed_before, self._failed = self._failed, True
+            for process in self._processes:
+                process.shut_down()
+        if not failed_before:
             reason = str(error) or "it ended"
             logger.warning(
-                f"a process that reads samples failed ({reason}); they are read by threads, more slowly"
+                f"a process that reads samples failed ({reason}); threads read them instead, more slowly"
             )

@@ -1,9 +1,9 @@
 """The program of a reader process: it reads samples for a rank, into memory that both share.
 
-Threads of one interpreter read 10,000 photos a second, however many they are, where a GPU decodes three times as many;
-and they read and decode 30,000 thumbnails, where two cores decode 80,000. A reader process has an interpreter of its
-own. It reads what is as usual: a JPEG with numbers or text beside it, which it decodes unless a GPU does. For all else
-it returns nothing, and the rank reads that sample itself: what becomes of a sample does not depend on who read it.
+The threads of one interpreter, however many, read 10,000 photos a second, and a GPU decodes three times as many; they
+read and decode 30,000 thumbnails a second, and two cores decode 80,000. So a reader process has its own interpreter. It
+reads ordinary samples: a JPEG with numbers or text beside it, which it decodes unless a GPU does. It declines all
+others, and the rank reads those itself: the result does not depend on which process read a sample.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from headway.errors import HeadwayError
 from headway.system import retries
 
 SLOT_BYTES = 2**23
-"""of the shared memory that one answer fills"""
-_MAX_READ_BYTES = 2**22  # of samples that are decoded one after the other
-_ANSWER_S = (
-    5.0  # that a request takes at most, if one sample does not: shards may have to be opened for the others
-)
+"""shared memory for one answer"""
+_MAX_READ_BYTES = 2**22  # read before these samples are decoded
+# after which no further sample of a request is read: shards may have to be opened for them
+_ANSWER_S = 5.0
 _ALIGNMENT_BYTES = 64
 _MIN_GARBAGE = 100_000  # objects; looking for cycles among the indexes of shards took a sixth of the time
 SampleRow = tuple[str, dict[str, Any], str, int, int, int, int, int]
@@ -52,18 +51,18 @@ width; and the bytes of all parts in the shard. A plain tuple, because one is ma
 
 
 class SlotAnswer(NamedTuple):
-    """What a reader process tells of the samples in a slot."""
+    """What a reader process returns about the samples in a slot."""
 
     rows: list[SampleRow | None]
-    """for the first of the wanted samples; None for each that the rank has to read by itself"""
+    """for the first of the requested samples; None for each that the process declined"""
     read_s: float
-    """that reading took, and not decoding"""
+    """time for reading, without decoding"""
     busy_s: float
-    """of a core's time"""
+    """CPU time"""
 
 
 class ReaderSettings(NamedTuple):
-    """What a reader process must know of its loader."""
+    """The settings of a loader that its reader processes need."""
 
     sources: Sequence[Source]
     max_open: int
@@ -72,9 +71,9 @@ class ReaderSettings(NamedTuple):
     reserved: frozenset[str]
     """names that no part of a sample may have"""
     decoders: frozenset[str]
-    """extensions that the rank decodes by functions of its own"""
+    """extensions for which the user gave decoders, which run in the rank"""
     decodes: bool
-    """whether images are decoded; otherwise they stay as they are, for a GPU"""
+    """whether images are decoded; otherwise they stay encoded, for a GPU"""
 
     def to_json(self) -> str:
         sources = [(each.name, [*map(str, each.paths)], [*map(int, each.counts)]) for each in self.sources]
@@ -104,7 +103,7 @@ class SlotReader:
         self._memory, self._slot, self._used, self._deadline = memory, memory[:0], 0, 0.0
 
     def read(self, slot: int, locations: Sequence[tuple[int, int, int, int]]) -> SlotAnswer:
-        """Reads as many of some samples as the slot has room for, given their dataset, epoch, shard and number."""
+        """Reads as many of the samples as the slot has room for, given their dataset, epoch, shard and number."""
         self._slot, self._used = self._memory[slot * SLOT_BYTES :][:SLOT_BYTES], 0
         began, busy = time.perf_counter(), time.process_time()
         self._deadline = began + _ANSWER_S
@@ -114,7 +113,7 @@ class SlotReader:
     def _encoded_rows(
         self, locations: Sequence[tuple[int, int, int, int]]
     ) -> tuple[list[SampleRow | None], float]:
-        """Returns samples whose images are as they were in the shard, and when all were read."""
+        """Returns samples with their images still encoded, and when reading ended."""
         rows = list[SampleRow | None]()
         for dataset, _, shard, number in locations:
             if rows and time.perf_counter() > self._deadline:
@@ -154,8 +153,10 @@ class SlotReader:
     def _decoded_rows(
         self, locations: Sequence[tuple[int, int, int, int]]
     ) -> tuple[list[SampleRow | None], float]:
-        """Returns samples whose images are pixels, and when all were read. Decoding an image evicts Python from the
-        processor's cache: all are read first."""
+        """Returns samples with decoded images, and when reading ended.
+
+        All are read first, because decoding an image evicts Python from the processor's cache.
+        """
         begun, count = list[tuple[SampleRow, memoryview] | None](), 0
         for dataset, _, shard, number in locations:
             if begun and (count > _MAX_READ_BYTES or time.perf_counter() > self._deadline):
@@ -176,7 +177,7 @@ class SlotReader:
     def _begin(
         self, dataset: int, shard: int, number: int
     ) -> tuple[tuple[SampleRow, memoryview] | None, int]:
-        """Reads a sample, with the JPEG that its pixels are to come from, and returns how many bytes it has."""
+        """Returns a sample with the JPEG that `_decode` decodes, or None to decline it; and its size in bytes."""
         key, parts = self._shards.get(dataset, shard).read(number)
         count = sum([len(data) for data in parts.values()])
         if not self._decoded_there.isdisjoint(parts):
@@ -217,10 +218,10 @@ def _address(data: memoryview) -> int:
 
 
 def send_answer(rank: Connection, answer: SlotAnswer) -> None:
-    """Sends what was read; leaves those samples to the rank whose JSON is nested more deeply than pickle can follow."""
+    """Sends an answer; declines samples whose JSON is nested too deeply for pickle."""
     try:
         rank.send(tuple(answer))
-    except RecursionError:  # before anything is sent
+    except RecursionError:  # raised before anything is sent
         rows = [row if _is_flat(row) else None for row in answer.rows]
         rank.send((rows, *answer[1:]))
 
@@ -234,12 +235,12 @@ def _is_flat(row: SampleRow | None) -> bool:
 
 
 def main() -> None:
-    """Answers a rank until that ends. The arguments are the descriptors of the connection, settings and memory.
+    """Answers requests until the rank ends. The arguments are descriptors of the connection, settings and memory.
 
-    Signals that are meant for the rank are blocked since the start.
+    Signals that are meant for the rank are blocked from the start.
     """
     connection, settings, memory = map(int, sys.argv[1:])
-    retries.WAITS_S = ()  # the rank tries again, and counts that
+    retries.WAITS_S = ()  # the rank retries, and counts that
     with os.fdopen(settings) as file:
         given = ReaderSettings.from_json(file.read())
     reader = SlotReader(given, memoryview(mmap.mmap(memory, 0)))
