@@ -215,14 +215,14 @@ def test_processes_that_decline_most_samples_are_asked_no_more(shards: Path) -> 
     fast._pool = there = InProcess(fast._pool)  # type: ignore[assignment]
     for locations in batches(loader)[:2]:
         read(fast, locations)
-    assert fast._asked == (120, there.rows.count(None)) and there.rows.count(None) > 10
+    assert fast._requested == (120, there.rows.count(None)) and there.rows.count(None) > 10
     for asked, declined, has in (
         (999, 999, True),
         (1000, 501, False),
         (1000, 500, True),
         (9999, 9000, False),
     ):
-        fast._asked = asked, declined
+        fast._requested = asked, declined
         assert fast.has_processes is has
 
 
@@ -638,5 +638,5 @@ def test_a_process_reads_the_same_samples_also_after_a_resume(
     process._process.kill()
     assert_equal(read(fast, expected[0]), plain.read(expected[0]))
     assert_equal(read(fast, expected[1]), plain.read(expected[1]))
-    assert len(messages) == 1 and "read by threads" in messages[0]
+    assert len(messages) == 1 and "threads read them" in messages[0]
     assert pool.read(expected[0]) is None and not pool._idle

@@ -495,7 +495,7 @@ def test_files_that_are_not_packed_are_named_unless_they_are_hidden(
     (path,) = pack(tmp_path / "in", tmp_path / "out")
     assert [*contents(Shard.open(path))] == ["000000/1"]
     assert [text.partition(": ")[2] for text in messages] == [
-        "3 files left out (2 .bmp, 1 notes); images are packed that end with .jpeg, .jpg, .png, .webp"
+        "3 files left out (2 .bmp, 1 notes); only images that end with .jpeg, .jpg, .png, .webp are packed"
     ]
 
 

@@ -354,8 +354,8 @@ class ShardLoader:
 
         `seconds/wait` is the training loop's time; `read`, `decode` and `transform` are summed over threads. For each
         dataset, `share/NAME` is its share of the samples since weights last changed, and `target/NAME` its weight.
-        `cache/...` counts opened shards (`hit` or `copied` in the node cache, read in place as `local` or `source`), and
-        the `bytes` that were copied.
+        `cache/...` counts opened shards (`hit` or `copied` in the node cache; `local` or `source` if read in place) and
+        copied `bytes`.
         """
         totals = self._counters.totals() | {"bad": len(self.bad)}
         if self._cache is not None:

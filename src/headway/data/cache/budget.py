@@ -1,7 +1,7 @@
 """How many bytes a node cache may hold: what the user allows, and never more than this machine can spare.
 
 A file in /dev/shm is memory. It counts against the memory limit of the job that wrote it, and a job that exceeds its
-limit is killed. So the limits of all control groups of this process are read each time that space is taken, and a
+limit is killed. So the limits of all control groups of this process are read whenever space is reserved, and a
 twentieth of each is left free. They are read again while the job runs: if it needs that twentieth, copies are removed.
 """
 
@@ -24,12 +24,14 @@ _UNITS = {
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
+    "TIB": 2**40,
 }
-_UNITS["TIB"] = 2**40
-_RESERVED_SHARE = 20  # one part in so many stays free
+_RESERVED_PART = 20  # one twentieth stays free
 _IN_MEMORY = {"tmpfs", "ramfs"}
-_LOCAL = _IN_MEMORY | {"ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs", "jfs", "overlay"}
-_LOCAL |= {"squashfs", "erofs", "iso9660", "vfat", "exfat", "ntfs3", "apfs", "hfs"}
+_LOCAL = _IN_MEMORY.union(
+    ("ext2", "ext3", "ext4", "xfs", "btrfs", "bcachefs", "f2fs", "zfs", "jfs", "overlay"),
+    ("squashfs", "erofs", "iso9660", "vfat", "exfat", "ntfs3", "apfs", "hfs"),
+)
 
 
 def parse_budget(budget: str | int, total: int) -> int:
@@ -51,18 +53,18 @@ def total_bytes(directory: Path) -> int:
 
 
 def spare_bytes(directory: Path) -> int:
-    """Returns how many more bytes may be taken in a directory now."""
+    """Returns how many more bytes files in a directory may use now."""
     return max(0, min(map(spare_in, limits_on(directory))))
 
 
 def shortage_bytes(directory: Path) -> int:
-    """Returns how many bytes must be freed, because others need what was free when it was taken."""
+    """Returns how many bytes must be freed, because other programs use memory that was free before."""
     return max(0, -min(map(spare_in, limits_on(directory))))
 
 
 def spare_in(limit: MemoryLimit) -> int:
-    """Returns how much of a limit may be taken, as a share of it stays free."""
-    return limit.free - limit.limit // _RESERVED_SHARE
+    """Returns how many bytes of a limit may be used; negative if less than the reserved part is free."""
+    return limit.free - limit.limit // _RESERVED_PART
 
 
 def limits_on(directory: Path, root: Path = Path("/")) -> Iterator[MemoryLimit]:

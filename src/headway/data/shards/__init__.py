@@ -1,8 +1,8 @@
 """The shard format: tar files in the WebDataset layout.
 
-retries and shard_file (reading bytes) -> tar (headers) -> entries (samples), indexes and checksums (files beside
-shards) -> shard (reading samples) -> decode (bytes to values), packing (writing shards), file_tree (directories as
-samples) and label_order (are they shuffled?).
+shard_file (reading bytes) -> tar (headers) -> entries (samples), indexes and checksums (files beside shards) -> shard
+(reading samples) -> decode (bytes to values), packing (writing shards), file_tree and mds (directories and MDS datasets
+as samples) and label_order (are they shuffled?).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The checksums of a shard, in a file of its own beside it: `shard-000000.tar.sum`, one line of JSON.
+"""The checksums of a shard, in a file beside it: `shard-000000.tar.sum`, one line of JSON.
 
     {"bytes": 268435456, "crc32": "9a3c0f1e", "samples": "0b31c7e29a3c0f1e..."}
 
-`crc32` is of the whole shard, and compared by whatever reads all of it: the node cache when it copies one, and
-`headway data check`. `samples` has eight digits for the parts of each sample, and is compared when that sample is read.
-Files that were written earlier lack it: then the whole shard is compared when it is opened.
+`crc32` is of the whole shard. Code that reads all of a shard compares it: the node cache when it copies one, and
+`headway data check`. `samples` has eight digits for the parts of each sample, compared when that sample is read. Files
+of earlier versions lack it; then the whole shard is compared when it is opened.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def write(path: Path, checksum: Checksum) -> Path:
 
 
 def compare(path: Path, found: Checksum) -> None:
-    """Raises `BadShard` if the checksum beside a shard states another one of the whole shard."""
+    """Raises `BadShard` if the file beside a shard states another checksum of the whole shard."""
     stated = read(path)
     if stated is not None and stated[:2] != found[:2]:
         raise mismatch(
@@ -151,7 +151,7 @@ def compare(path: Path, found: Checksum) -> None:
 
 
 def mismatch(path: Path, found: str, stated: str) -> BadShard:
-    """Returns the error for a shard that is not what its checksums state."""
+    """Returns the error for a shard that does not match its checksum file."""
     return BadShard(
         f"{path} {found}, but {checksum_path(path).name} states {stated}: it is damaged or was replaced; copy both "
         "again"

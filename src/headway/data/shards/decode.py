@@ -34,9 +34,9 @@ _START, _SCAN, _END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
 # markers of segments with a length: frames that are not progressive, tables and comments
 _SEGMENTS = {0xC0, 0xC1, 0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
 _SEGMENT, _FRAME = struct.Struct(">BBH"), struct.Struct(">HHB")
-_MAX_EXTENSIONS = 1000  # that are remembered: those in a file may all differ
-_AFTER_HEADER_BYTES = 5  # that a JPEG has at least
-_MAX_HEADERS = 256  # that are remembered
+_MAX_EXTENSIONS = 1000  # cached: those in a file may all differ
+_AFTER_HEADER_BYTES = 5  # in a JPEG, at least
+_MAX_HEADERS = 256  # cached
 _SMALL_IMAGE_BYTES = 2**24  # decoded; the ratio is not checked below it
 
 
@@ -58,19 +58,19 @@ def decode(
 
 @final
 class SampleDecoder:
-    """Decodes the parts of samples. What an extension means is looked up once, and not for each sample."""
+    """Decodes the parts of samples. The decoder of an extension is looked up once, not for each sample."""
 
     def __init__(
         self, decoders: Mapping[str, Decoder], limits: ShardLimits, reserved: Set[str] = frozenset()
     ) -> None:
-        """A part that has one of the `reserved` names makes its sample a bad one."""
+        """A sample with a part that has one of the `reserved` names is bad."""
         self._decoders, self._limits, self._reserved = decoders, limits, reserved
         self._parsers: dict[str, Decoder] = {}
         self._choices: dict[str, Callable[[memoryview], Decoder]] = {}
 
     def begin(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
-        """Returns the values of a sample by extension, and the parts that `finish` decodes: images, and those that have
-        a decoder of the user. What the header of an image states is checked here."""
+        """Returns the values of a sample by extension, and the parts that `finish` decodes: images, and parts for which
+        the user gave a decoder. The headers of images are checked here."""
         values: dict[str, Any] = {}  # dict[str, Any]() would take as long as all the rest
         late: list[LatePart] = []
         parsers = self._parsers
@@ -90,7 +90,7 @@ class SampleDecoder:
         return values, late
 
     def finish(self, late: Iterable[LatePart], values: dict[str, Any]) -> None:
-        """Decodes what `begin` left to do. Kept short: whatever runs between two images runs with a cold cache."""
+        """Decodes the parts that `begin` left. Kept short: code between two images runs with a cold cache."""
         try:
             for extension, data, decoder in late:
                 values[extension] = decoder(data)
@@ -102,15 +102,13 @@ class SampleDecoder:
             raise _bad(extension, data, error) from error
 
     def _learn(self, extension: str) -> None:
-        """Finds out how parts with an extension are decoded."""
+        """Looks up how parts with an extension are decoded."""
         if len(self._parsers) + len(self._choices) >= _MAX_EXTENSIONS:
             self._parsers.clear()
             self._choices.clear()
         kind = extension.rpartition(".")[2]
         if extension in self._reserved:
-            raise BadSample(
-                f"its part {extension!r} has the name of a part that batches have of their own: rename it"
-            )
+            raise BadSample(f"its part {extension!r} has a name that batches use themselves: rename it")
         if extension in self._decoders:
             own = self._decoders[extension]
             self._choices[extension] = lambda _: own
@@ -122,11 +120,11 @@ class SampleDecoder:
         elif kind in IMAGES:
             self._choices[extension] = _image(kind, self._limits)
         elif kind == "cls":
-            self._parsers[extension] = _labels(self._limits.text_bytes)
+            self._parsers[extension] = _labels(self._limits.textraw_bytes)
         elif kind in _TEXT:
-            self._parsers[extension] = _limited(_PLAIN[kind], self._limits.text_bytes)
+            self._parsers[extension] = _limited(_PLAIN[kind], self._limits.textraw_bytes)
         else:
-            self._parsers[extension] = _PLAIN.get(kind, _bytes)
+            self._parsers[extension] = _PLAIN.get(kind, raw_bytes)
 
 
 def _limited(parse: Decoder, most: int) -> Decoder:
@@ -139,20 +137,21 @@ def _limited(parse: Decoder, most: int) -> Decoder:
 
 
 def _labels(most: int) -> Decoder:
-    """Returns what parses a label, in one call because it runs for each sample."""
+    """Returns a parser of labels; a single function, because it runs for each sample."""
 
     def parse_label(data: memoryview) -> int:
         if len(data) > most:
             raise _above("text_bytes", most, "it has", "bytes of text")
         label = int(data)
         if not -(2**63) <= label < 2**63:
-            raise ValueError(f"{label} is no label: it has more than 64 bits")
+            raise ValueError(f"{label} is not a valid label: it has more than 64 bits")
         return label
 
     return parse_label
 
 
-def _bytes(data: memoryview) -> npt.NDArray[np.uint8]:
+def raw_bytes(data: memoryview) -> npt.NDArray[np.uint8]:
+    """Returns bytes as an array, undecoded."""
     return np.frombuffer(data, np.uint8)
 
 
@@ -161,7 +160,7 @@ def _bad(extension: str, data: memoryview, error: Exception) -> BadSample:
     return BadSample(f"a {kind} of {len(data)} bytes cannot be decoded: {str(error)[:_MAX_REASON_CHARS]}")
 
 
-# what the parsers of the libraries raise for invalid bytes
+# raised by the parsers of libraries for invalid bytes
 _BROKEN: tuple[type[Exception], ...] = (
     ValueError,
     OSError,
@@ -204,8 +203,8 @@ _TEXT = _PLAIN.keys() - {"npy"}
 
 
 def _image(kind: str, limits: ShardLimits) -> Callable[[memoryview], Decoder]:
-    """Returns what chooses the decoder of an image: to RGB, height x width x 3; PNGs of other than colors stay as they
-    are."""
+    """Returns a function that chooses the decoder of an image: to RGB, height x width x 3; a PNG with a palette or 16
+    bits of gray keeps its values."""
     by_pillow: Decoder = partial(_pillow, limits=limits, keep=kind == "png")
     simplejpeg = _simplejpeg()
     if kind not in _JPEGS or simplejpeg is None:
@@ -232,8 +231,8 @@ def _image(kind: str, limits: ShardLimits) -> Callable[[memoryview], Decoder]:
 
 
 def _jpeg(decode_jpeg: Decoder, by_pillow: Decoder, data: memoryview) -> Any:
-    """Decodes a JPEG to RGB. Pillow decides on what libjpeg-turbo refuses, such as extra bytes before the end: which
-    samples are good must not depend on what is installed."""
+    """Decodes a JPEG to RGB. If libjpeg-turbo refuses it, for extra bytes before the end for example, Pillow decides:
+    which samples are good must not depend on what is installed."""
     try:
         return decode_jpeg(data)
     except ValueError:
@@ -253,7 +252,7 @@ def decode_jpeg_into(memory: memoryview, data: memoryview, height: int, width: i
 
 
 def decode_rgb(data: memoryview, limits: ShardLimits | None = None) -> Pixels:
-    """Decodes a JPEG, PNG or WebP image to RGB, height x width x 3, also one with a palette.
+    """Decodes a JPEG, PNG or WebP image to RGB, height x width x 3, even one with a palette.
 
     hw.data.ShardLoader(shards, batch_size=64, decoders={"png": hw.data.decode_rgb})
     """
@@ -265,9 +264,9 @@ def decode_rgb(data: memoryview, limits: ShardLimits | None = None) -> Pixels:
 
 
 def decode_reduced(data: memoryview, size: tuple[int, int], factor: int) -> Pixels:
-    """Decodes a JPEG of this height and width to RGB, whole or at a half, a quarter or an eighth of it, rounded up.
+    """Decodes a JPEG of this height and width to RGB, at its full size divided by `factor` (1, 2, 4 or 8), rounded up.
 
-    The decoder leaves out frequencies instead of computing all pixels. `plain_jpeg_size` says which JPEGs this is for.
+    The decoder skips frequencies instead of computing all pixels. Only for JPEGs that `plain_jpeg_size` accepts.
     """
     height, width = (-(-side // factor) for side in size)
     simplejpeg, by_pillow = _simplejpeg(), partial(_pillow_draft, size[0] // factor, size[1] // factor)
@@ -290,7 +289,7 @@ def _pillow_draft(height: int, width: int, data: memoryview) -> Pixels:
 
 @cache
 def _simplejpeg() -> Any:
-    """Imports libjpeg-turbo without Pillow's copies, a third faster; None if it is not installed."""
+    """Imports simplejpeg, which is a third faster than Pillow because it does not copy; None if it is not installed."""
     try:
         return import_module("simplejpeg")
     except ModuleNotFoundError:
@@ -298,7 +297,7 @@ def _simplejpeg() -> Any:
 
 
 def image_name(names: Iterable[str]) -> str | None:
-    """Returns which part of a sample is its image: the first.
+    """Returns the name of the first image among the parts of a sample.
 
     >>> image_name(["cls", "png", "jpg"])
     'png'
@@ -307,7 +306,7 @@ def image_name(names: Iterable[str]) -> str | None:
 
 
 def is_jpeg(extension: str) -> bool:
-    """Whether parts with an extension are JPEGs, whatever their bytes are.
+    """Whether an extension is that of a JPEG.
 
     >>> is_jpeg("crop.jpg"), is_jpeg("jpg.png")
     (True, False)
@@ -316,7 +315,7 @@ def is_jpeg(extension: str) -> bool:
 
 
 def jpeg_name(names: Iterable[str], own: Container[str]) -> str | None:
-    """Returns which part of a sample is its image, if that is a JPEG and has no decoder of the user's `own`.
+    """Returns the name of the image of a sample, if that is a JPEG and the user gave no decoder for it (`own`).
 
     >>> jpeg_name(["cls", "jpg"], own=()), jpeg_name(["png", "jpg"], own=()), jpeg_name(["jpg"], own=("jpg",))
     ('jpg', None, None)
@@ -326,9 +325,9 @@ def jpeg_name(names: Iterable[str], own: Container[str]) -> str | None:
 
 
 def plain_jpeg_size(data: memoryview, limits: ShardLimits) -> tuple[int, int] | None:
-    """Returns height and width of a JPEG that any decoder can decode: in one scan, gray or in color, and not cut.
+    """Returns height and width of a JPEG that any decoder can decode: in one scan, gray or in color, not truncated.
 
-    None for all others: which of them are good, the decoders of this module decide. Raises `BadSample` for one that
+    None for all others; the decoders of this module decide which of those are good. Raises `BadSample` for a JPEG that
     exceeds the limits.
     """
     size = _plain_size(data) if data[-2:] == _END else None
@@ -350,8 +349,8 @@ def _plain_size(data: memoryview) -> tuple[int, int] | None:
 def _plain_header(data: memoryview) -> tuple[int, int, int] | None:
     """Returns height and width of a JPEG in one scan, gray or in color, and where its header ends; else None.
 
-    Nearly all JPEGs are such, and counting the scans of all would take a twentieth of the decoding time. It must not be
-    wrong: a decoder that took another header for the first one than we do would bypass the limits.
+    Nearly all JPEGs are like this, and counting the scans of all would take a twentieth of the decoding time. The
+    result must be right: a decoder that read another header than this function would bypass the limits.
     """
     at, last, size, components = 2, len(data) - 5 - _AFTER_HEADER_BYTES, None, 0
     while at <= last:
@@ -371,14 +370,14 @@ def _plain_header(data: memoryview) -> tuple[int, int, int] | None:
 
 @final
 class HeaderCache:
-    """Remembers what the headers of JPEGs say: thumbnails of one encoder and size begin with the same bytes."""
+    """Caches the sizes in headers of JPEGs: thumbnails of one encoder and size begin with the same bytes."""
 
     def __init__(self) -> None:
         self._sizes: dict[bytes, tuple[int, int]] = {}
         self._end = 0  # of the header that was walked last
 
     def size(self, data: memoryview) -> tuple[int, int] | None:
-        """Returns what `_plain_size` does. It looks at no byte after the header, so equal headers have one size."""
+        """Returns the same as `_plain_size`, which reads only the header, so equal headers mean equal sizes."""
         end = self._end
         known = self._sizes.get(bytes(data[:end])) if len(data) >= end + _AFTER_HEADER_BYTES else None
         if known is not None:
@@ -403,7 +402,7 @@ def _pillow(data: memoryview, limits: ShardLimits, *, keep: bool = False) -> npt
         stored = image.tile[0][3] if image.format == "PNG" and image.tile else ""
         width, height = image.size
         _check(width, height, _STORED_BYTES.get(image.mode, RGB_BYTES) if stored else RGB_BYTES, data, limits)
-        if data[:2] == _START and _plain_size(data) is None:
+        if _plain_size(data) is None:
             _check_scans(data, limits)
         if getattr(image, "n_frames", 1) > limits.frames:  # formats without frames do not have it
             raise _above("frames", limits.frames, "it has")
@@ -429,9 +428,9 @@ def _open_image(data: memoryview) -> Any:
     if head.startswith(b"RIFF") and head.endswith(b"WEBP"):
         try:
             return WebPImagePlugin.WebPImageFile(file)
-        except Image.DecompressionBombError as error:  # which its parser checks, too
+        except Image.DecompressionBombError as error:  # its parser has a limit of its own
             raise ValueError(f"{error} If that is intended, set PIL.Image.MAX_IMAGE_PIXELS") from error
-    raise ValueError("it is no JPEG, PNG or WebP image")
+    raise ValueError("it is not a JPEG, PNG or WebP image")
 
 
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "LA": 2, "I": 2, "I;16": 2}  # per pixel of a PNG, by Pillow's mode

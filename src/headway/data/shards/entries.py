@@ -38,7 +38,7 @@ MAX_GAP_BYTES = 4 * BLOCK_BYTES
 
 
 def store(key: str, parts: Sequence[SamplePart]) -> StoredSample:
-    """Returns where a sample is stored. Whether parts are contiguous is checked: an index may state anything."""
+    """Returns where a sample is stored. Checks whether parts are contiguous, because an index may state anything."""
     gaps = [after.offset - part.offset - part.size for part, after in pairwise(parts)]
     spans = [number for part in parts for number in part[1:]]
     return key, [part.extension for part in parts], spans, all(0 <= gap <= MAX_GAP_BYTES for gap in gaps)
@@ -50,7 +50,7 @@ def group_samples(files: Iterable[TarMember], where: str) -> EntryTable:
 
 
 def iterate_samples(files: Iterable[TarMember], where: str) -> Iterator[SampleEntry]:
-    """Yields the samples that `group_samples` finds, one after the other."""
+    """Yields the samples that `group_samples` finds, one by one."""
     key, parts = "", dict[str, SamplePart]()
     for name, offset, size in files:
         directory, slash, base = name.rpartition("/")

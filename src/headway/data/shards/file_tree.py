@@ -9,7 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from headway.data.shards.mds import MdsShard, is_mds, mds_sample, mds_shards, places
+from headway.data.shards.decode import IMAGES
+from headway.data.shards.mds import MdsShard, is_mds, mds_sample, mds_shards
 from headway.errors import UsageError
 from headway.system.files import storage
 from headway.system.log import logger
@@ -17,8 +18,8 @@ from headway.system.text import plural
 
 T = TypeVar("T")
 
-_IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
-_MAX_KINDS = 5  # of files that are left out, by extension, which a warning lists
+_IMAGES = {f".{extension}" for extension in IMAGES}
+_MAX_KINDS = 5  # extensions of skipped files that a warning lists
 
 
 def directory_samples(
@@ -26,8 +27,7 @@ def directory_samples(
 ) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
     """Returns the samples in a directory, and the names of its classes, if it has any.
 
-    They are shuffled by `seed`; if it is None, they come in the order of their names. The directory `out`, to which
-    they go, is not one of the classes.
+    They are shuffled by `seed`; if it is None, they are sorted by name. The output directory `out` is not a class.
     """
     if not directory.is_dir():
         raise UsageError(
@@ -36,11 +36,11 @@ def directory_samples(
     if is_mds(directory):
         return _by_place(mds_shards(directory), seed), None
     with storage(f"list {directory}"):
-        own = out.resolve()
-        skipped = own.name if own.parent == directory.resolve() else None
-        here = sorted(path for path in directory.iterdir() if path.name[0] != "." and path.name != skipped)
-    classes = [path for path in here if path.is_dir()]
-    files = [path for path in here if path.is_file()]
+        output = out.resolve()
+        skipped = output.name if output.parent == directory.resolve() else None
+        entries = sorted(path for path in directory.iterdir() if path.name[0] != "." and path.name != skipped)
+    classes = [path for path in entries if path.is_dir()]
+    files = [path for path in entries if path.is_file()]
     if classes and not files:
         return _by_class(classes, seed), [path.name for path in classes]
     if files and not classes:
@@ -71,8 +71,8 @@ def _by_class(classes: list[Path], seed: int | None) -> Iterator[dict[str, Any]]
 
 
 def _images(classes: list[Path]) -> Iterator[tuple[int, str]]:
-    """Yields all images: the number of the class, and the path within its directory. Hidden files and directories are
-    of other programs, and left out without a word."""
+    """Yields the class number and the path within the class directory of each image; hidden files are skipped
+    silently."""
     others = Counter[str]()
     for number, path in enumerate(classes):
         keys: set[str] = set()
@@ -91,8 +91,8 @@ def _images(classes: list[Path]) -> Iterator[tuple[int, str]]:
     if others:
         kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(_MAX_KINDS))
         logger.warning(
-            f"{classes[0].parent}: {plural(others.total(), 'file')} left out ({kinds}); images are packed that end "
-            f"with {', '.join(sorted(_IMAGES))}"
+            f"{classes[0].parent}: {plural(others.total(), 'file')} left out ({kinds}); only images that end with "
+            f"{', '.join(sorted(_IMAGES))} are packed"
         )
 
 
@@ -112,7 +112,8 @@ def _by_name(files: list[Path], seed: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _by_place(shards: Sequence[MdsShard], seed: int | None) -> Iterator[dict[str, Any]]:
-    for shard, number in shuffled(places(shards), seed):
+    places = ((shard, number) for shard, source in enumerate(shards) for number in range(source.samples))
+    for shard, number in shuffled(places, seed):
         yield mds_sample(shards, shard, number)
 
 

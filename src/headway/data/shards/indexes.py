@@ -4,8 +4,8 @@
     jpg 512 70412 a.jpg cls 71680 1 a.cls        one line each: extension, offset, size, name
     ...
 
-An index of v1.1 has no names, without which samples have no keys: it states how many there are, and the headers of the
-shard are walked.
+An index of v1.1 has no names, and so no keys of samples: only its count is used, and the headers of the shard are
+walked.
 
 energon's `shard.tar.idx` holds 64-bit offsets: of each sample's header, and of the end of the last sample.
 """
@@ -38,8 +38,8 @@ _DALI = b"v1."
 _NAMED = b"v1.2"
 _WIDTH = 4  # words for each part of a sample
 _BLOCK_LINES = 128  # parsed at a time
-_MAX_DIGITS = 18  # of a number that surely fits into 64 bits
-_TRUSTED_COUNT = 10_000  # samples that an index may state before the size of its shard is looked at
+_MAX_DIGITS = 18  # of a number that always fits into 64 bits
+_TRUSTED_COUNT = 10_000  # samples; above, the count of an index is compared with the size of its shard
 
 Ints = npt.NDArray[np.int64]
 
@@ -58,7 +58,7 @@ def indexed_count(path: Path, limits: ShardLimits) -> int | None:
 
 
 def _check_count(path: Path, index: Path, count: int, limits: ShardLimits) -> None:
-    """Refuses a count that the shard has no room for: an epoch over so many samples might not end."""
+    """Refuses a count that the shard has no room for: an epoch over that many samples might never end."""
     most = min(retry(f"look at {path}", path.stat).st_size // BLOCK_BYTES, limits.members)
     if count > most:
         raise BadShard(
@@ -68,7 +68,7 @@ def _check_count(path: Path, index: Path, count: int, limits: ShardLimits) -> No
 
 
 def read_dali(path: Path, size: int, limits: ShardLimits) -> ShardEntries | None:
-    """Reads DALI's index beside a shard of `size` bytes; None where there is none."""
+    """Reads DALI's index beside a shard of `size` bytes; None if there is none."""
     index = _dali_file(path)
     if index is None:
         return None
@@ -97,8 +97,8 @@ def stale_index(path: Path) -> BadShard:
 
 @final
 class DaliIndex(ShardEntries):
-    """The samples in DALI's index. Lines are parsed when a sample near them is read: a loader that resumes in the
-    middle of large shards needs few of them, and should not wait for all."""
+    """The samples in DALI's index. Lines are parsed when a sample near them is read, because a loader that resumes in
+    the middle of large shards needs only a few of them."""
 
     def __init__(self, text: bytes, path: Path, size: int, limits: ShardLimits) -> None:
         self._text = text if text.endswith(b"\n") else text + b"\n"
@@ -106,9 +106,9 @@ class DaliIndex(ShardEntries):
         self._ends = array("q", ends.astype(np.int64).tobytes())
         self._path, self._size, self._limits = path, size, limits
         self._most = limits.member_bytes
-        self._extensions: dict[bytes, str] = {}  # decoded once; two samples rarely have others
-        self._blocks: dict[int, _LineBlock | None] = {}  # None: line by line
-        self._seen: set[int] = set()  # blocks of which one line was read
+        self._extensions: dict[bytes, str] = {}  # decoded once: nearly all samples have the same
+        self._blocks: dict[int, _LineBlock | None] = {}  # None: parsed line by line
+        self._seen: set[int] = set()  # blocks from which one line was read
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -120,15 +120,15 @@ class DaliIndex(ShardEntries):
         return self._parts(number, self._words(number))
 
     def locate(self, number: int) -> StoredSample:
-        """Finds a sample in the block of lines around it, which is parsed at once when a second one of them is needed:
-        a sixth of the time for each line, but the first batch needs one line of most blocks that it touches."""
+        """Finds a sample in the block of lines around it, which is parsed as a whole when its second line is needed:
+        that takes a sixth of the time per line, but the first batch needs only one line of most blocks."""
         place = number // _BLOCK_LINES
         block = self._blocks.get(place)
         if block is None and place in self._seen and place not in self._blocks:
             block = self._blocks[place] = self._block(place)
         if block is not None:
             return block.locate(number % _BLOCK_LINES)
-        words = self._words(number)  # a line by itself also says what is wrong with it
+        words = self._words(number)  # parsing one line also tells what is wrong with it
         self._seen.add(place)
         return store(_key(words), self._parts(number, words))
 
@@ -199,7 +199,7 @@ class _LineBlock:
         self._spans, self._row = spans.T.tobytes(), struct.Struct(f"={len(spans)}q")
 
     def locate(self, number: int) -> StoredSample:
-        """Returns what `DaliIndex.locate` does, for a line of the block."""
+        """Returns the same as `DaliIndex.locate`, for a line of the block."""
         row, ends = self._row, self._key_ends
         key = self._keys[ends[number] : ends[number + 1]]
         return key, self._names, row.unpack_from(self._spans, number * row.size), True

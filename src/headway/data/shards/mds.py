@@ -1,7 +1,7 @@
 """Datasets of MosaicML Streaming as samples, for `pack`: MDS shards, read by their `index.json` without Streaming.
 
-A shard begins with the number of samples and the offsets of each, 32 bits all. A sample begins with the sizes of those
-columns that have no fixed one. Images, text and JSON keep their bytes; pickles are refused, and nothing is executed.
+A shard begins with the number of samples and their offsets, 32 bits each. A sample begins with the sizes of the columns
+that have no fixed size. Images, text and JSON keep their bytes; pickles are refused, and nothing is executed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -38,7 +38,7 @@ _EXTENSIONS = {
 _BY_HAND = "iterate over the dataset with Streaming, and give hw.data.pack the samples"
 _ARRAY_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
                 34: "float32", 64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
-"""of arrays that say their type themselves"""
+"""of arrays that begin with their type"""
 
 
 @final
@@ -153,7 +153,7 @@ def _check_table(path: Path, samples: int) -> None:
 
 
 def is_mds(directory: Path) -> bool:
-    """Returns whether a directory has the index of an MDS dataset."""
+    """Whether a directory has the index of an MDS dataset."""
     shards = _index(directory).get("shards")
     return isinstance(shards, list) and any(
         isinstance(each, dict) and each.get("format") == "mds" for each in shards
@@ -185,15 +185,8 @@ def mds_shards(directory: Path) -> list[MdsShard]:
     return shards
 
 
-def places(shards: Sequence[MdsShard]) -> Iterator[tuple[int, int]]:
-    """Yields shard and number of each sample, in the order of the dataset."""
-    for shard, each in enumerate(shards):
-        for number in range(each.samples):
-            yield shard, number
-
-
 def mds_sample(shards: Sequence[MdsShard], shard: int, number: int) -> dict[str, Any]:
-    """Returns a sample as `pack` takes it."""
+    """Returns a sample in the form that `pack` takes."""
     source = shards[shard]
     sample: dict[str, Any] = {"__key__": f"{shard:05d}-{number:06d}"}
     try:

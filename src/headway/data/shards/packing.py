@@ -22,14 +22,13 @@ from headway.data.shards.entries import SampleEntry, SamplePart, iterate_samples
 from headway.data.shards.file_tree import directory_samples, shuffled
 from headway.data.shards.indexes import index_text
 from headway.data.shards.label_order import LABEL, LabelOrder
-from headway.data.shards.tar import BLOCK_BYTES, TarMember
+from headway.data.shards.tar import BLOCK_BYTES, RECORD_BYTES, TarMember
 from headway.errors import BadShard, UsageError
 from headway.system.files import storage
 from headway.system.locks import FileLock, is_unsupported
 from headway.system.log import logger
 
-_RECORD_BYTES = 20 * BLOCK_BYTES
-_MAX_LABELS = 100_000  # whose order is looked at
+_MAX_LABELS = 100_000  # whose order is checked
 _MARKER_SUFFIX = ".packing"
 
 
@@ -49,18 +48,18 @@ def pack(
     can hold (`json`), of Python, numpy or torch. `source` may also be a directory. One with a directory of images per
     class is packed as `jpg` and `cls`, with classes numbered in the order of their names, which `classes.json` lists;
     in one with files only, `a.jpg` and `a.json` are one sample. MDS datasets of Streaming are packed by their columns.
-    `done` is called with each finished shard. If packing is interrupted, loaders warn of shards that are not all.
+    `done` is called with each finished shard. If packing is interrupted, loaders warn that shards are missing.
 
     The samples of a directory are shuffled by `seed`, because a loader mixes samples only with those that are stored
-    near them; `shuffle=False` keeps the order of their names. Other samples are written in the order in which they
-    come; `shuffle=True` shuffles a list of them.
+    near them; `shuffle=False` keeps the order of their names. Other samples are written in the given order;
+    `shuffle=True` shuffles them, if they are a list.
 
         samples = ({"__key__": f"{i:06d}", "jpg": jpeg, "cls": label} for i, (jpeg, label) in enumerate(items))
         hw.data.pack(samples, "out")
     """
     out = Path(out)
-    if shard_size < _RECORD_BYTES:
-        raise UsageError(f"shard_size={shard_size}: use at least {_RECORD_BYTES} bytes")
+    if shard_size < RECORD_BYTES:
+        raise UsageError(f"shard_size={shard_size}: use at least {RECORD_BYTES} bytes")
     _check_free(out, name)
     samples, classes = _ordered(source, out, None if shuffle is False else seed, required=bool(shuffle))
     labels, paths = LabelOrder(), list[Path]()
@@ -85,12 +84,12 @@ def pack(
 
 
 def unfinished_marker(directory: Path, name: str) -> Path:
-    """Returns the file that is beside shards of a name while they are packed, and stays if that was interrupted."""
+    """Returns the path of the file that marks shards as incomplete; it stays if packing is interrupted."""
     return directory / f".{name}{_MARKER_SUFFIX}"
 
 
 def is_unfinished_marker(path: Path) -> bool:
-    """Returns whether a file marks the shards beside it as not all of the data: it is no data itself."""
+    """Whether a file marks the shards beside it as incomplete, and is not data itself."""
     return path.name.startswith(".") and path.name.endswith(_MARKER_SUFFIX)
 
 
@@ -103,10 +102,10 @@ def _check_free(out: Path, name: str) -> None:
 
 @contextmanager
 def _exclusive(out: Path, name: str) -> Iterator[None]:
-    """Lets one process at a time pack shards of a name into a directory, where the file system has locks.
+    """Lets one process at a time pack shards of a name into a directory, if the file system has locks.
 
-    Two would write the same files: so do all ranks of a script that packs what is not there. The file that is locked
-    stays if packing ends before all samples are packed, so that nobody takes these shards for all of the data.
+    All ranks of a script that packs missing data would write the same files. The locked file stays if packing ends
+    early, so that these shards are not taken for all of the data.
     """
     marker = unfinished_marker(out, name)
     with FileLock.open(marker) as lock:
@@ -139,15 +138,15 @@ def _try_lock(lock: FileLock) -> bool:
 def _ordered(
     source: Iterable[Mapping[str, Any]] | str | Path, out: Path, seed: int | None, *, required: bool
 ) -> tuple[Iterable[Mapping[str, Any]], list[str] | None]:
-    """Returns samples in the order in which they are packed, and the names of classes; shuffles a list if required."""
+    """Returns samples in packing order, and the names of classes, if there are any; shuffles a list if required."""
     if isinstance(source, str | Path):
         return directory_samples(Path(source), seed, out)
     if not required:
         return source, None
     if not isinstance(source, Sequence):
         raise UsageError(
-            f"shuffle=True with a {type(source).__name__}, whose samples come one after the other: give a list, or "
-            "shuffle what it is made from"
+            f"shuffle=True with a {type(source).__name__}, which yields samples one by one: give a list, or shuffle "
+            "the data that it reads"
         )
     return shuffled(source, seed), None
 
@@ -183,7 +182,7 @@ def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, na
             with staged.open("wb") as file:
                 while sample is not None:
                     entry, data = _member_bytes(sample)
-                    if entries and file.tell() + len(data) + _RECORD_BYTES > shard_size:
+                    if entries and file.tell() + len(data) + RECORD_BYTES > shard_size:
                         break
                     if entries and entries[-1].key == entry.key:
                         raise UsageError(
@@ -210,7 +209,7 @@ def _shards(samples: Iterable[Mapping[str, Any]], out: Path, shard_size: int, na
 
 def _finish(file: IO[bytes], crc: int) -> checksums.Checksum:
     size = file.tell() + 2 * BLOCK_BYTES
-    end = bytes(2 * BLOCK_BYTES + -size % _RECORD_BYTES)
+    end = bytes(2 * BLOCK_BYTES + -size % RECORD_BYTES)
     file.write(end)
     file.flush()
     os.fsync(file.fileno())
@@ -246,7 +245,7 @@ def _member_bytes(sample: Mapping[str, Any]) -> tuple[SampleEntry, bytes]:
 
 
 def _is_metadata(name: str) -> bool:
-    """Whether a name is not that of a part: `__key__`, or `__url__` of a sample that WebDataset has read."""
+    """Whether a name is metadata and not a part: `__key__`, or the `__url__` that WebDataset adds."""
     return name.startswith("__") and name.endswith("__")
 
 
@@ -266,7 +265,7 @@ def _check_found(entry: SampleEntry, extensions: Sequence[str]) -> None:
 
 
 def _encoded(extension: str, value: Any, key: str) -> bytes:
-    """Returns the bytes of a part, from which `decode` makes the same value, if its extension is that of one."""
+    """Returns the bytes of a part; `decode` restores the same value, if the extension has a decoder."""
     kind = extension.rpartition(".")[2]
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -295,7 +294,7 @@ def _encoded(extension: str, value: Any, key: str) -> bytes:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether a value is a number of numpy's or torch's."""
+    """Whether a value is a number of numpy or torch."""
     return hasattr(value, "__array__") and getattr(value, "shape", None) == ()
 
 

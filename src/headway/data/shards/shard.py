@@ -3,13 +3,13 @@
     shard = Shard.open(Path("shard-000000.tar"))
     shard[7]["jpg"]                     # the bytes of one part of the eighth sample
 
-Nothing is ever extracted. An index is not needed: headers are walked at some hundred thousand a second. If there is one
-(DALI's text format, which `pack` writes, or energon's), it is used and checked against the shard: as a whole when the
-shard is opened, by its end, and each of its lines when the sample is read, by names and sizes.
+Nothing is ever extracted. An index is optional: headers are walked at some hundred thousand a second. If there is one
+(DALI's text format, which `pack` writes, or energon's), it is used and checked against the shard: its end when the
+shard is opened, and the names and sizes in each line when that sample is read.
 
 Another program may truncate a shard while it is in use; if it were mapped, that would kill this process with SIGBUS. So
-shards are read with `pread`, and bytes that are no longer there raise `BadShard`. Only the copies in the node cache,
-which are ours, are mapped, and their bytes are not copied again.
+shards are read with `pread`, and missing bytes raise `BadShard`. Only copies in the node cache, which belong to us, are
+mapped, and their bytes are not copied again.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from headway.errors import BadSample, BadShard
 @final
 @dataclass(frozen=True)
 class ShardIndex:
-    """Where the samples of a shard are. Much cheaper to keep than an open shard, or than to read it again."""
+    """Where the samples of a shard are. Much cheaper to keep than to read again, or than an open shard."""
 
     entries: ShardEntries
     version: Version
-    """of the shard that it describes"""
+    """version of the shard that it describes"""
     stated: bool
-    """whether it comes from a file beside the shard, and not from the headers"""
+    """whether it comes from a file beside the shard, not from the headers"""
     sums: array[int] | None = None
-    """the CRC32 of each sample, where the file of checksums states them"""
+    """the CRC32 of each sample, if the checksum file has them"""
     faults: dict[int, str] = field(default_factory=dict)
-    """samples whose lines do not match the shard, where all lines were compared, and why"""
+    """why the line of a sample does not match the shard, by sample; filled only if all lines were compared"""
 
     @classmethod
     def read(
@@ -89,7 +89,7 @@ def _read_entries(path: Path, data: ShardFile | mmap.mmap, limits: ShardLimits) 
 
 
 def _check_last(path: Path, data: ShardFile | mmap.mmap, stated: ShardEntries, limits: ShardLimits) -> None:
-    """Refuses an index if there are samples behind its last one, which were appended since."""
+    """Refuses an index if samples were appended to the shard after it was written."""
     last = stated.parts(len(stated) - 1) if len(stated) else []
     end = max([part.offset + part.size for part in last], default=0)
     end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
@@ -107,8 +107,8 @@ def _check_last(path: Path, data: ShardFile | mmap.mmap, stated: ShardEntries, l
 
 
 def _stated_sums(path: Path, data: ShardFile | mmap.mmap) -> array[int] | None:
-    """Returns the checksum of each sample. Where there is only one of the whole shard, all of it is compared now; a
-    copy in the node cache was compared when it was made."""
+    """Returns the checksum of each sample. If there is only one for the whole shard, the shard is compared with it now;
+    a copy in the node cache was compared when it was made."""
     stated = checksums.read(path)
     if stated is None:
         return None
@@ -199,7 +199,7 @@ class Shard:
         return key, found
 
     def _cut(self, number: int, table: EntryTable, view: memoryview) -> tuple[str, dict[str, memoryview]]:
-        """Slices a sample out of a mapped copy. Its bytes are those of the shard, but the index may be another's."""
+        """Slices a sample out of a mapped copy. Its bytes match the shard, but the index may be another shard's."""
         found, key, sums = table.cut(number, view), table.key(number), self._sums
         if sums is not None and checksums.sum_sample(found.values()) != sums[number]:
             parts = sorted(table.parts(number), key=lambda part: part.offset)
@@ -212,7 +212,7 @@ class Shard:
     def _read_scattered(
         self, number: int, key: str, names: Sequence[str], spans: Sequence[int]
     ) -> dict[str, memoryview]:
-        """Reads parts one by one: an index may name them in any order. Their CRC32 goes by their offsets."""
+        """Reads parts one by one, because an index may list them in any order; the CRC32 takes them by offset."""
         assert isinstance(self._data, ShardFile)
         parts = [*map(SamplePart, names, spans[::2], spans[1::2])]
         found = {
@@ -244,7 +244,7 @@ class Shard:
     ) -> None:
         """Validates the headers of parts in the bytes from `start` on, as the shard or its index may have changed.
 
-        Where the bytes of a sample have the checksum that was written with them, that says more.
+        Not needed for a sample that matches its checksum, which proves more.
         """
         for name, offset, size in zip(names, spans[::2], spans[1::2], strict=True):
             at = offset - start
@@ -257,9 +257,9 @@ class Shard:
                     self._check_name(stated, f"{key}.", name, offset)
 
     def _check_name(self, stated: bytes, stem: str, extension: str, offset: int) -> None:
-        """Refuses a part whose header has another name than the index states, which then is of another shard."""
+        """Refuses a part whose name in the header differs from the index, which then belongs to another shard."""
         if len(stated) > NAME_BYTES or not stated.isascii() or b"\\" in stated:
-            return  # such names are in a header of their own, and `wds2idx` escapes what is not ASCII
+            return  # long names have a header of their own, and `wds2idx` escapes non-ASCII characters
         blocks = self._data[max(offset - 3 * BLOCK_BYTES, 0) : offset]
         for found in possible_names(blocks):
             if found.startswith(stem) and found[len(stem) :].lower() == extension:
@@ -267,7 +267,7 @@ class Shard:
         raise stale_index(self.path)
 
     def _compare_all(self) -> ShardIndex:
-        """Compares all lines of an index with a mapped shard now; with a file, that is done when a sample is read."""
+        """Compares all lines of an index with a mapped shard; for a file, this happens when a sample is read."""
         faults: dict[int, str] = {}
 
         def compared(number: int) -> SampleEntry:

@@ -1,4 +1,4 @@
-"""The file of a shard, read in pieces while others may change it."""
+"""`ShardFile`: the file of a shard, read in pieces while other programs may change it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Version = tuple[int, ...]
 
 @final
 class ShardFile:
-    """A file that others may change, read in pieces: `file[512:1024]` returns bytes or raises `BadShard`.
+    """A file that other programs may change: `file[512:1024]` returns bytes or raises `BadShard`.
 
-    Reads that fail are tried again; if that does not help, they raise `StorageError`.
+    Reads that fail are retried; if that does not help, they raise `StorageError`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class ShardFile:
             whole = os.preadv(self._fd, [target], start) == len(target)
         except OSError:
             whole = False
-        if not whole:  # tried again, and if that does not help, it says why
+        if not whole:  # `read` retries, and raises the reason if that does not help
             target[:] = self.read(start, start + len(target))
 
     def _read_again(self, start: int, stop: int, failed: OSError) -> bytes:
@@ -91,12 +91,12 @@ class ShardFile:
         return data
 
     def _open_again(self) -> None:
-        """Replaces a file handle that its server no longer knows by one of the same file, for all threads."""
+        """Replaces a stale file handle by a new one of the same file, for all threads."""
         fd, status = _open(self.path)
         try:
             if (
                 file_version(status)[1:] != self.version[1:]
-            ):  # all but the device, which a new mount may change
+            ):  # without the device, which a new mount may change
                 raise BadShard(f"{self.path} was replaced while in use; give a changed shard another name")
             os.dup2(fd, self._fd, inheritable=False)
         finally:

@@ -3,8 +3,8 @@
     for name, offset, size in members(data, "x.tar"):
         ...
 
-Names are never used as paths. Links, devices and sparse files are refused, and so is what exceeds the `ShardLimits`.
-Memory and time are bounded by the length of the archive, whoever wrote it.
+Names are never used as paths. Links, devices and sparse files are refused, and so are files above the `ShardLimits`.
+Memory and time are bounded by the length of the archive, even if it is malicious.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 from headway.errors import BadShard
 
 BLOCK_BYTES = 512
-NAME_BYTES = 100  # of a header, which hold shorter names as they are
+NAME_BYTES = 100  # for the name in a header; longer names have a header of their own
 OCTAL_LIMIT_BYTES = 8**11  # from this size on, a size does not fit into the header's octal digits
 _ZEROS = bytes(BLOCK_BYTES)
-_RECORD_BYTES = 20 * BLOCK_BYTES  # that archives are padded to, also empty ones
-_MAX_PADDING_BYTES = 2**20  # zeros after the last file; more are a file that was not written to its end
+RECORD_BYTES = 20 * BLOCK_BYTES  # archives are padded to a multiple of it, also empty ones
+_MAX_PADDING_BYTES = 2**20  # zeros after the last file; more mean that the archive was not completely written
 _MAX_NAME_BYTES = 2**20
 _FILE, _DIRECTORY, _LONG_NAME, _LONG_LINK, _PAX, _PAX_ALL = b"0\0007", b"5", b"L", b"K", b"x", b"g"
 
@@ -115,9 +115,9 @@ def members(
 
 
 def _check_end(data: Readable, offset: int, where: str) -> None:
-    """Refuses an end marker after which there is more than padding: files that are there would be lost silently."""
+    """Refuses an end marker that is followed by more than padding: files behind it would be lost silently."""
     rest = len(data) - offset
-    if rest > (_MAX_PADDING_BYTES if offset else _RECORD_BYTES) or data[offset : offset + rest].strip(b"\0"):
+    if rest > (_MAX_PADDING_BYTES if offset else RECORD_BYTES) or data[offset : offset + rest].strip(b"\0"):
         raise BadShard(
             f"{where} is damaged: its end marker is at byte {offset}, but {rest} bytes follow, more than padding; it "
             "has a hole of zeros, or is several tar files in one; copy or create it again"
@@ -150,11 +150,11 @@ def header_size(header: bytes, offset: int, where: str) -> int:
 
 
 def possible_names(blocks: bytes) -> Iterator[str]:
-    """Yields the names that the file of the last of some blocks may have: from its header, or from one of two blocks
-    right before it, which some writers use for every name."""
+    """Yields the names that a file may have, given the blocks up to its header: the name in the header, and the one in
+    a PAX or GNU header right before it, which some writers use for every name."""
     yield _name(blocks[-BLOCK_BYTES:])
     before, value = blocks[-3 * BLOCK_BYTES : -2 * BLOCK_BYTES], blocks[-2 * BLOCK_BYTES : -BLOCK_BYTES]
-    with suppress(BadShard):  # it is not a header
+    with suppress(BadShard):  # the block before is not a header
         value = value[: header_size(before, 0, "")]
         if before[156:157] == _PAX:
             yield _pax(value, "", "", 0)[0]
@@ -188,7 +188,7 @@ def _pax(records: bytes, name: str, where: str, start: int) -> tuple[str, int | 
 
 
 def _agreed(size: int, given: int, offset: int, where: str) -> int:
-    """Refuses a size in the header that contradicts the PAX record: readers differ in which of them they believe."""
+    """Refuses a size in the header that contradicts the PAX record: readers differ in which of them they use."""
     if given < OCTAL_LIMIT_BYTES:
         raise BadShard(
             f"{where}: the header at byte {offset} has two sizes, {size} and {given}; create it again"

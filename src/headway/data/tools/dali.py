@@ -10,15 +10,16 @@ import numpy.typing as npt
 
 from headway.data.catalog.shard_files import ShardSpec
 from headway.data.shard_loader import ShardLoader
+from headway.data.shards.decode import raw_bytes
 from headway.data.sources.mix import Mix
 from headway.errors import HeadwayError, UsageError
 
-_MAX_STATES = 256  # batches that DALI may have prefetched, and many more than it does
+_MAX_STATES = 256  # many more batches than DALI prefetches
 
 
 @final
 class DaliSource:
-    """Gives DALI's `external_source` the bytes of samples in the order of a `ShardLoader`, with their positions.
+    """A callable for DALI's `external_source`: the bytes of samples in the order of a `ShardLoader`, with positions.
 
         source = hw.data.DaliSource(mix, batch_size=64, parts=("jpg", "cls"), seed=0)
 
@@ -35,8 +36,8 @@ class DaliSource:
     DALI reads ahead of what it has returned. A pass ends with `StopIteration`, on which DALI's pipeline ends, too;
     after `pipe.reset()` the next pass begins. `settings` are those of `ShardLoader`.
 
-    Bytes of `parts` are not looked at: an image that DALI cannot decode stops its pipeline. Name all images in `parts`:
-    others are decoded here, and dropped.
+    The bytes of `parts` are not checked: an image that DALI cannot decode stops its pipeline. Name all images in
+    `parts`: others are decoded here, and dropped.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class DaliSource:
         self.loader = ShardLoader(
             source,
             batch_size,
-            decoders=dict.fromkeys(self.parts, _raw),
+            decoders=dict.fromkeys(self.parts, raw_bytes),
             collate_fn=self._columns,
             **settings,
         )
@@ -106,7 +107,3 @@ class DaliSource:
                     "samples have"
                 )
         return [[sample[part] for sample in samples] for part in self.parts]
-
-
-def _raw(data: memoryview) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(data, np.uint8)
