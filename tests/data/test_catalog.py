@@ -190,7 +190,7 @@ def test_datasets_that_others_may_read_hide_none_of_ours(
     assert not messages, "a name that is found needs no word"
     ours = [name for name in names if not f"{name}/".startswith(f"{hidden}/")]
     assert [dataset.key for dataset in catalog.datasets()] == ours
-    assert messages == [f"you have no permission to read {hidden}, and what is in there is left out"]
+    assert messages == [f"you have no permission to read {hidden}; datasets in there are left out"]
     with pytest.raises(UsageError, match=f"'zzz' is neither .*; you have no permission to read {hidden}$"):
         catalog["zzz"]
 

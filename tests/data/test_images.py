@@ -151,7 +151,7 @@ def test_the_limit_of_pixels_is_ours_alone(monkeypatch: pytest.MonkeyPatch) -> N
             decoded("png", saved(photo(), kind), ShardLimits(pixels=5000))
     monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
     assert decoding.decode_reduced(memoryview(jpeg), (60, 84), 2).shape == (30, 42, 3)
-    with pytest.raises(BadSample, match="no JPEG, PNG or WebP"):
+    with pytest.raises(BadSample, match="not a JPEG, PNG or WebP"):
         decoded("png", saved(photo(), "GIF"))
 
 

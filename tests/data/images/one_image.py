@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headway.data.images.cpu import DrawnImage, Pixels, cut_crops, draw_image
+from headway.data.images.cpu import DrawnImage, cut_crops, draw_image
 from headway.data.images.transforms import ImageTransform
+from headway.data.shards.decode import Pixels
 
 
 def crop_image(transform: ImageTransform, pixels: Pixels, key: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The node cache, one copy of each shard per node for all processes; and staging to a node's own disk.
+"""The node cache (one copy of each shard per node, for all processes), and staging to a node's own disk.
 
 node_cache (what loaders use) and prefetch (the thread that copies before a shard is needed) -> copier -> directory
 (the files and their locks) and budget (how many bytes). staging uses the same copier.

@@ -1,7 +1,7 @@
-"""Copies files to a node: the bytes with a digest on the way, then a comparison, then the name.
+"""Copies files to a node: computes a digest of the bytes, compares it, and only then gives the copy its name.
 
-`copy_bytes` is the one loop that copies, for the node cache and for staging. `fetch` makes the copy of a shard in the
-node cache: claimed, space reserved, copied, compared, published. A failure leaves nothing behind.
+`copy_bytes` copies for the node cache and for staging. `fetch` makes the copy of a shard in the node cache: claim it,
+reserve space, copy, compare, publish. A failure leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def copy_bytes(
     chunk_bytes: int = checksums.CHUNK_BYTES,
     on_chunk: Callable[[int, int], bool],
 ) -> int:
-    """Copies a file from an offset on, and returns the offset that it reached.
+    """Copies a file from an offset on, and returns the offset where the copy ended.
 
-    `on_chunk` is called with offset and size of each chunk, and ends the copy by returning False.
+    `on_chunk` is called with offset and size of each chunk; the copy ends if it returns False.
     """
     end = start
     while end < len(source):
@@ -64,24 +64,24 @@ def _write(fd: int, data: bytes, offset: int) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class CopyRequest:
-    """What a copy in the node cache may cost, and who still wants it."""
+    """The limits of a copy in the node cache, and whether it is still needed."""
 
     budget: str | int
-    """bytes that the whole cache may take, or a share of what there is"""
+    """bytes that the whole cache may take, or a share of the memory"""
     slots: int
     """shards that all processes together copy at the same time"""
     order: Mapping[str, int]
     """when shards are needed next, by key; 0 is first"""
     turn: int
-    """when this shard is needed: no copy that is needed before is removed for it"""
+    """when this shard is needed: copies that are needed before it are not removed for it"""
     deadline: Deadline
     is_cancelled: Callable[[], bool]
-    """asked after each chunk: whether the copy is no longer needed"""
+    """called after each chunk: whether the copy is no longer needed"""
     chunk_bytes: int = checksums.CHUNK_BYTES
 
 
 def identify(source: ShardFile, min_age_s: float) -> str:
-    """Returns the key of a shard as it is now: when it is rewritten, it gets another key."""
+    """Returns the key of a shard's current version: a rewritten shard has another key."""
     status = source.status
     if time.time() - status.st_ctime < min_age_s:
         raise NotCached("it was written a moment ago")
@@ -140,7 +140,7 @@ def _copy(part: FileLock, source: ShardFile, request: CopyRequest) -> CopyNote:
     crc = Crc32()
     try:
         end = copy_bytes(source, part.fd, crc, chunk_bytes=request.chunk_bytes, on_chunk=on_chunk)
-    except BadShard as error:  # the samples that are still there can be read at the source
+    except BadShard as error:  # samples before the damage can be read at the source
         raise NotCached(str(error)) from error
     if request.is_cancelled() or end < len(source):
         raise NotCached("it is no longer needed")
@@ -155,8 +155,8 @@ def _copy(part: FileLock, source: ShardFile, request: CopyRequest) -> CopyNote:
 
 
 def _compare(source: ShardFile, crc: Crc32) -> None:
-    """Compares a copy with the checksum beside the shard. A damaged shard is read at its source if its samples have
-    checksums of their own, which are compared there: the same samples are bad with a cache and without."""
+    """Compares a copy with the checksum beside the shard. If samples have their own checksums, a damaged shard is read
+    at its source, where these are compared, so that the same samples are bad with and without a cache."""
     try:
         checksums.compare(source.path, checksums.Checksum(len(source), crc.hexdigest()))
     except BadShard as error:

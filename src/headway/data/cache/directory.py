@@ -7,11 +7,11 @@
       KEY.part           a shard that is being copied; the process that copies holds a lock (exclusive)
       KEY.shard          a complete copy, and a line about it; whoever has it mapped holds a lock (shared)
 
-There is no master, and a crash leaves nothing to repair: every claim is an `flock` on an open file. A `.part` without a
-lock has lost its process, and the next process that wants the shard takes it over. The space in use is computed from
-the files in the directory.
+There is no coordinating process, and a crash leaves nothing to repair: every claim is an `flock` on an open file. If a
+`.part` is not locked, its process has ended, and the next process that needs the shard takes it over. The space in use
+is computed from the files in the directory.
 
-A lock is on an open file and not on a name, and the file may lose its name before the lock is acquired: it may be
+A lock belongs to an open file, not to a name, and the file may lose its name before the lock is acquired, because it is
 evicted or published. So after every lock the name is looked up again. A reader's lock belongs to its mapping, and ends
 when the last view of the bytes is gone.
 """
@@ -112,14 +112,14 @@ class CacheDirectory:
             deadline.pause(_CLEARING)
 
     def leave(self) -> bool:
-        """Ends this process's use. The last process removes everything, also what killed ones left, and gets True."""
+        """Ends this process's use. The last process removes everything, including leftovers of killed ones; for it,
+        returns True."""
         if self._live.fd < 0 or os.getpid() != self._process:
             return False
         last = self._live.try_acquire()
         if last and not self.is_gone():
-            for name in sorted(
-                self._names(_ALL), key=_LIVE.__eq__
-            ):  # the live file last: processes that join wait for it
+            # the live file last, because processes that join wait for it
+            for name in sorted(self._names(_ALL), key=_LIVE.__eq__):
                 with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._directory.fd)
             with suppress(OSError):  # it contains files that are not the cache's
@@ -152,7 +152,7 @@ class CacheDirectory:
 
     def map(self, handle: FileLock, key: str) -> mmap.mmap:
         """Maps a locked copy; the mapping keeps the file open, and with it the lock."""
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # without it, every sixteenth page is a page fault
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # else every sixteenth page is a page fault
         return mmap.mmap(handle.fd, size_of(key), flags=flags, prot=mmap.PROT_READ)
 
     def discard(self, key: str) -> None:
@@ -220,8 +220,8 @@ class CacheDirectory:
     def free(self, want: int, order: Mapping[str, int], turn: int) -> int:
         """Removes unmapped copies until `want` bytes are free, or no more may be removed; returns how many.
 
-        `order` says when shards are needed next (0: first). Those not in it are removed first, oldest first, then those
-        that are needed last; never one that is needed before `turn`. The caller holds the ledger.
+        `order` gives when shards are needed next (0: first). Shards not in it are removed first, beginning with the
+        oldest, then those that are needed last; never one that is needed before `turn`. The caller holds the ledger.
         """
         freed = 0
         for (kind, next_use), name in sorted((self._priority(name, order), name) for name in self._names()):
@@ -231,7 +231,7 @@ class CacheDirectory:
         return freed
 
     def _priority(self, name: str, order: Mapping[str, int]) -> tuple[int, float]:
-        """Returns what sorts first what is removed first: parts without a process, unknown copies by age, next use."""
+        """Returns a sort key, lowest for what is removed first: parts, unknown copies by age, then by next use."""
         key = name.removesuffix(".shard")
         if key in order:
             return 2, -order[key]
@@ -240,7 +240,7 @@ class CacheDirectory:
         return 0, 0
 
     def sweep(self, deadline: Deadline) -> int:
-        """Removes parts that lost their process; returns how many bytes."""
+        """Removes parts whose process has ended; returns how many bytes."""
         with self.ledger(deadline):
             return sum(self._remove(name) for name in self._names() if name.endswith(".part"))
 
@@ -299,7 +299,7 @@ def _read_note(handle: FileLock, key: str) -> CopyNote | None:
 
 
 def _open_directory(path: Path) -> int:
-    """Opens or creates a directory that only this user can use: another user may have created one of that name."""
+    """Opens or creates a directory that only this user can use; refuses one that another user has created."""
     if not is_local(path.parent):
         raise NotCached(f"{path.parent} is not on a local file system of this machine")
     with suppress(FileExistsError):

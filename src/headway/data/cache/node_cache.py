@@ -2,12 +2,12 @@
 
     loader = hw.data.ShardLoader(mix, batch_size=256, cache=hw.data.NodeCache(budget="50%"))
 
-Shards on a disk of this machine are in its page cache anyway, and read in place. Those on a file system that many nodes
-share are copied once per node, before they are needed, and removed when they are needed last.
+Shards on a local disk are in the page cache anyway, and are read in place. Shards on a shared file system are copied
+once per node, before they are needed; when space runs out, those that are needed last are removed.
 
-If anything goes wrong with the cache, shards are read at their source: it may make a run slower, but never stops one.
-Checksums are compared with and without a cache, and the same samples are bad: those that do not match their own, or all
-of a shard whose file of checksums has only one.
+If anything goes wrong with the cache, shards are read at their source: a run may become slower, but does not stop. The
+same samples are bad with and without a cache: those that do not match their checksum, or all samples of a damaged shard
+that has only one checksum.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class NodeCache:
     """
 
     budget: str | int = "50%"
-    """what all copies together may take: bytes, "256GB", or a share of the memory that this job may use"""
+    """the size of all copies together: bytes, "256GB", or a share of the memory that this job may use"""
     path: str | Path = "/dev/shm"
-    """the parent of the user's own cache directory; not on a file system that nodes share"""
+    """the parent of the user's own cache directory; must not be on a shared file system"""
     prefetch: int = 2
     """shards that are copied at the same time on this node"""
     patience: float = 30.0
-    """seconds to wait for another process that copies a shard, before reading it at its source"""
+    """seconds to wait for another process that copies a shard, before the shard is read at its source"""
     copy_local: bool = False
     """also copy shards that are on local file systems"""
     min_age: float = 2.0
-    """seconds since a shard was written: file systems count in ticks, and two versions within one tick look equal"""
+    """seconds since a shard was written; two versions written within one tick of the file system's clock look equal"""
     chunk_bytes: int = CHUNK_BYTES
     """bytes that are copied at a time"""
 
@@ -69,12 +69,12 @@ class NodeCache:
             )
 
     def ls(self) -> list[CacheEntry]:
-        """Lists what this user has in the cache now, from all processes."""
+        """Lists what all processes of this user have in the cache now."""
         with self._joined() as directory:
             return directory.entries() if directory else []
 
     def sweep(self) -> int:
-        """Removes what killed processes left, and everything if no process uses the cache; returns how many bytes."""
+        """Removes leftovers of killed processes, or everything if no process uses the cache; returns how many bytes."""
         with self._joined() as directory:
             if directory is None:
                 return 0
@@ -129,7 +129,7 @@ class CachedShards:
         return Shard.open(path, self._limits, source=source, copy=copy.data, index=index)
 
     def _copy_now(self, source: ShardFile) -> CachedCopy:
-        """Copies a shard that is needed now, if need be in place of those that are held for later."""
+        """Copies a shard that is needed now; if there is no space, releases copies that are held for later."""
         patience = self._settings.patience if time.monotonic() > self._no_wait_until else 0.0
         try:
             return self._copy(source, -1, patience, lambda: False)
@@ -144,7 +144,7 @@ class CachedShards:
         return self._copy(source, -1, patience, lambda: False)
 
     def expect(self, paths: Sequence[Path]) -> dict[Path, int]:
-        """Takes the shards that are needed next, in this order; returns those that fit, and their turns."""
+        """Sets the shards that are needed next, in this order; returns those that fit the budget, and their turns."""
         left = parse_budget(self._settings.budget, total_bytes(Path(self._settings.path)))
         order, fitting = dict[str, int](), dict[Path, int]()
         for turn, path in enumerate(path for path in paths if not self._reads_in_place(path)):
@@ -161,7 +161,7 @@ class CachedShards:
         return fitting
 
     def relieve(self) -> None:
-        """Removes copies when the job needs the memory that they take; those being read stay."""
+        """Removes copies if the job needs their memory; copies in use stay."""
         if self._directory is None or self._directory.is_gone():
             return
         missing = shortage_bytes(self._directory.path)

@@ -1,7 +1,7 @@
-"""Copies shards into the node cache before they are needed, in a thread of the loader.
+"""`Prefetcher`: copies shards into the node cache before they are needed, in a thread of the loader.
 
-The order of samples is a function, so the next shards are known, and so is when each is needed again. All ranks of a
-node proceed in the same order; the first one copies a shard for all.
+The order of samples is a function, so the next uses of all shards can be computed. All ranks of a node proceed in the
+same order; the first one copies a shard for all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from headway.errors import HeadwayError
 from headway.system.locks import LockTimeout
 
 _HORIZON_POSITIONS = 2**18  # a few windows of all lanes
-_STEP_POSITIONS = (
-    2**14
-)  # the look-ahead grows by so many at a time, so that the first shards are known at once
+_STEP_POSITIONS = 2**14  # by which the look-ahead grows at a time, so that the first shards are known at once
 _RELIEF_PERIOD_S = 1.0  # between two checks whether the job needs the memory of its copies
-_RETRY_S = 0.1  # until a shard that another process held is tried again
+_RETRY_S = 0.1  # until a retry of a shard that another process is copying
 
 
 class BatchShards(NamedTuple):
@@ -66,7 +64,7 @@ class LookAhead:
 
 @final
 class Prefetcher:
-    """The prefetch thread of one loop over a loader: `follow` starts it, `advance` moves it on, `stop` ends it."""
+    """The prefetch thread of one loop over a loader: `follow` starts it, `advance` moves it, `stop` ends it."""
 
     def __init__(self, cache: CachedShards, release_others: Callable[[Collection[Path]], None]) -> None:
         self._cache, self._release_others = cache, release_others
@@ -84,7 +82,7 @@ class Prefetcher:
             self._thread.start()
 
     def advance(self, position: int) -> None:
-        """Moves on: batches before this position are consumed."""
+        """Sets the position; all batches before it are consumed."""
         self._position = position
         self._wake.set()
 
@@ -116,7 +114,7 @@ class Prefetcher:
         return True
 
     def _is_unneeded(self, path: Path) -> bool:
-        """Whether a shard is no longer needed; also follows the loader, as it is called after each chunk."""
+        """Whether a shard is no longer needed. Called after each chunk, so it also updates the wanted shards."""
         if self._wake.is_set():
             self._update()
         return self._stopped.is_set() or path not in self._wanted

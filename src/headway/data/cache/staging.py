@@ -100,7 +100,7 @@ def _target_directory(to: str | os.PathLike[str] | None) -> Path:
     try:
         with suppress(FileExistsError):
             files.make_dir(directory)
-        # the ranks take what is there for the data of this user
+        # the ranks will trust the files in it
         ownership.check_private(directory.resolve(), advice="give a directory of your own, like /tmp/$USER")
         ownership.check_root(directory)
     except OSError as error:
@@ -113,7 +113,7 @@ def _target_directory(to: str | os.PathLike[str] | None) -> Path:
 
 @contextmanager
 def _exclusive(directory: Path) -> Iterator[None]:
-    """Lets one process of this node in at a time, for as long as it takes: the lock ends with its process."""
+    """Lets one process of this node stage at a time, without a time limit: the lock ends with its process."""
     with FileLock.open(directory / _LOCK_FILE) as lock:
         if not lock.try_acquire():
             logger.info(f"another process is staging to {directory}; waiting for it")
@@ -138,7 +138,7 @@ class StagedFile:
     boot: str = field(default_factory=boot_id)
 
     def is_staged(self) -> bool:
-        """Whether it was staged before, from the source as it is now."""
+        """Whether the current version of the source is staged already."""
         with suppress(OSError):
             status = self.target.lstat()
             return (status.st_size, status.st_mtime_ns) == (self.size, self.mtime_ns)
@@ -146,9 +146,9 @@ class StagedFile:
 
     @property
     def part(self) -> Path:
-        """Its hidden name until it is complete; another source, or another boot of the machine, has another one.
+        """Its hidden name until it is complete; it differs for another source, and after a reboot.
 
-        After a power cut, a file may hold fewer bytes than its size says.
+        After a power failure, a file may hold fewer bytes than its size states.
         """
         identity = f"{self.source} {self.size} {self.mtime_ns} {self.boot}"
         mark = hashlib.sha256(os.fsencode(identity)).hexdigest()[:12]
@@ -184,7 +184,7 @@ def list_files(sources: Sequence[str | os.PathLike[str]], directory: Path) -> It
 def _walk(path: Path, parents: set[tuple[int, int]]) -> Iterator[Path]:
     """Yields the files below `path`, through links; a link back to one of the `parents` is skipped.
 
-    So is what marks shards as not all of the data: others may not read it, and it is not of the copy.
+    So are marks of unfinished packing: they may be unreadable for other users, and do not describe the copy.
     """
     if path.is_file():
         yield path
@@ -226,7 +226,7 @@ def _check_space(missing: Sequence[StagedFile], directory: Path) -> None:
 
 
 def _warn_of_unfinished(staged: Sequence[StagedFile], sources: Sequence[str | os.PathLike[str]]) -> None:
-    """Says which sources have shards that were not packed to the end: loaders of the copy cannot know it."""
+    """Warns of sources with shards that were not packed completely, because loaders of the copy cannot tell."""
     from headway.data.catalog import warn_of_unfinished  # late: see _walk
 
     shards = [file.source for file in staged if file.source.suffix == ".tar"]
@@ -235,19 +235,19 @@ def _warn_of_unfinished(staged: Sequence[StagedFile], sources: Sequence[str | os
 
 
 def _warn_of_others(staged: Sequence[StagedFile], directory: Path) -> None:
-    """Says if there are files that the sources do not have: loaders would read shards of an earlier version, too."""
-    known = {file.target for file in staged}
+    """Warns of files that the sources do not have: loaders would also read shards of an earlier version."""
+    targets = {file.target for file in staged}
     parents = {file.target.parent for file in staged}
     parents |= {above for parent in parents for above in parent.parents if above.is_relative_to(directory)}
-    parents.discard(directory)  # that of the user, for anything
+    parents.discard(directory)  # the user may keep other files there
     found = (path for parent in parents if parent.is_dir() for path in parent.iterdir())
     others = sorted(
-        path for path in found if path not in known and path not in parents and path.name[0] != "."
+        path for path in found if path not in targets and path not in parents and path.name[0] != "."
     )
     if others:
         logger.warning(
             f"{directory} has {plural(len(others), 'file')} that the sources do not have, such as {others[0]}: remove "
-            "what is of an earlier version of the data"
+            "files of earlier versions of the data"
         )
 
 
@@ -323,7 +323,7 @@ def _copy(file: StagedFile, meter: _Meter, chunk_bytes: int) -> None:
 
 
 def _verify(file: StagedFile, fd: int, end: int, digest: str) -> None:
-    """Compares what is on the disk with what was read, and both with what is expected."""
+    """Compares the bytes on the disk with those that were read, and both with the expected size and checksum."""
     status = file.source.stat()
     if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns) or end != file.size:
         raise StorageError(

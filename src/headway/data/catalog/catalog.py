@@ -56,7 +56,7 @@ class Dataset:
             return sorted(self.path / name for name in names if name.endswith(".tar") and name[0] != ".")
 
     def bytes(self) -> int:
-        """Returns the bytes of all its shards that are there: links may lead to files that were removed since."""
+        """Returns the bytes of all its shards that exist: links may lead to files that were removed."""
         shards, sizes = self.shards(), list[int]()
         with storage(f"list {self.path}"):
             for path in shards:
@@ -96,7 +96,7 @@ class Catalog:
         """Lists all datasets, or those that match, sorted."""
         found, unreadable = self._find((confidentiality, modality, name, split))
         if unreadable:
-            logger.warning(f"{_cannot_read(unreadable)}, and what is in there is left out")
+            logger.warning(f"{_cannot_read(unreadable)}; datasets in there are left out")
         return found
 
     def _find(self, wanted: tuple[str | None, ...]) -> tuple[list[Dataset], list[Path]]:
@@ -107,7 +107,7 @@ class Catalog:
         return sorted(_dataset(path) for path in found), unreadable
 
     def __getitem__(self, name: str) -> Dataset:
-        """Returns the dataset of a name; an unknown or ambiguous name raises `UsageError` with what there is."""
+        """Returns the dataset of a name; an unknown or ambiguous name raises `UsageError`, which lists known names."""
         found = self.get(name)
         if found is None:
             datasets, unreadable = self._find(_ANY)
@@ -154,7 +154,7 @@ class Catalog:
 
 
 def _check_names(path: Path, files: Sequence[Path]) -> None:
-    """Refuses files that cannot all be in one directory, before any of them is."""
+    """Refuses files with equal names, before any of them is linked."""
     existing, before = {entry.name for entry in path.glob("*")}, dict[str, Path]()
     for file in files:
         if file.name in existing:
@@ -226,7 +226,7 @@ def _below(directories: list[Path], wanted: tuple[str | None, ...], unreadable: 
 
 
 def _names(directory: Path, wanted: tuple[str | None, ...]) -> list[str]:
-    """Lists the wanted directories in a directory, which need not be there; of a dataset itself, nothing is wanted."""
+    """Lists the wanted directories in a directory, which may not exist; the directory of a dataset has none."""
     if wanted and wanted[0] is not None:
         return [wanted[0]] if (directory / wanted[0]).is_dir() else []
     if not directory.is_dir():
@@ -239,7 +239,7 @@ def _names(directory: Path, wanted: tuple[str | None, ...]) -> list[str]:
 def _may_be_directory(path: Path) -> bool:
     try:
         return path.is_dir()
-    except PermissionError:  # a link into a directory that is closed: so it turns out when it is listed
+    except PermissionError:  # a link into a directory without permission: reported when it is listed
         return True
 
 

@@ -24,7 +24,7 @@ from headway.system.log import logger
 from headway.system.retries import retry
 
 _THREADS = 16  # counting mostly waits for the file system
-_QUICK_S = 1e-4  # per shard; an index in the page cache is read in a tenth of that
+_QUICK_S = 1e-4  # per shard; reading an index from the page cache takes a tenth of it
 _WARMUP_SHARDS = 10  # the first one takes longer
 _BRACES = re.compile(r"{([^{}]*)}")
 _NUMBER_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
@@ -34,7 +34,7 @@ ShardSpec = str | Path | Sequence[str | Path]
 
 
 def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> list[Path]:
-    """Finds the shards of a dataset, at least one; `name` is the dataset's in error messages."""
+    """Finds the shards of a dataset, at least one; `name` is for error messages."""
     text = str(spec)
     if not isinstance(spec, str | Path):
         paths = [path for each in spec for path in _listed(name, Path(each))]
@@ -70,7 +70,7 @@ def is_pattern(text: str) -> bool:
 
 
 def _listed(name: str, path: Path) -> list[Path]:
-    """Returns what stands in a list: a file, or the files of a pattern."""
+    """Returns the files that an entry of a list stands for: a file, or the files of a pattern."""
     if is_pattern(str(path)) and not retry(f"look at {path}", path.exists):
         return find_shards(name, path)
     return [path]
@@ -99,7 +99,7 @@ def _expand_braces(name: str, text: str) -> Iterator[str]:
 
 
 def _expand(pattern: Path) -> list[Path]:
-    """Returns what a pattern stands for, as `glob` does, with wildcards in directories, too, and with `**`."""
+    """Returns the paths that match a pattern, as `glob` does, including wildcards in directories and `**`."""
     if not has_magic(str(pattern)):
         return [pattern] if retry(f"look at {pattern}", pattern.exists) else []
     wild = has_magic(str(pattern.parent))
@@ -112,7 +112,7 @@ def _expand(pattern: Path) -> list[Path]:
 
 
 def _tree(directory: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
-    """Returns a directory and all directories below it; those `above` end a ring of links."""
+    """Returns a directory and all directories below it; a link to one of those `above` is not followed."""
     if (real := directory.resolve()) in above:
         return []
     names = [path for path in _matching(directory, "*", found=True) if retry(f"look at {path}", path.is_dir)]
@@ -120,9 +120,11 @@ def _tree(directory: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
 
 
 def _matching(directory: Path, pattern: str, *, found: bool = False) -> list[Path]:
-    """Returns the files of a directory that match a pattern, sorted. Unlike `glob`, which takes a directory that cannot
-    be read for an empty one, and a part of the list for the whole, it tries again and then fails. One that was only
-    `found` by a pattern may be somebody else's."""
+    """Returns the files of a directory that match a pattern, sorted.
+
+    `glob` treats a directory that cannot be read as empty, and an incomplete list as complete; this function retries
+    and then fails. A directory that was only `found` by a pattern may belong to another user, and is left out.
+    """
     try:
         names = retry(f"list {directory}", lambda: [path.name for path in directory.iterdir()])
     except (FileNotFoundError, NotADirectoryError):
@@ -140,7 +142,7 @@ _GIVE_SHARDS = "give a directory, a pattern or a list"
 
 
 def _suggestion(text: str) -> str:
-    """Suggests what may have been meant: people forget train or val."""
+    """Suggests directories below with shards: people forget train or val."""
     below = sorted({str(path.parent) for path in Path(text).glob("*/*.tar")})[:5]
     return f"there are some in {', '.join(below)}" if below else _GIVE_SHARDS
 
@@ -158,7 +160,7 @@ def _by_name(name: str, here: list[Path], catalog: Catalog) -> list[Path]:
 
 
 def warn_of_unfinished(name: str, paths: Sequence[Path]) -> None:
-    """Logs that shards are not all of a dataset, because they are being packed, or that was interrupted."""
+    """Warns that a dataset is incomplete, because it is being packed, or packing was interrupted."""
     packs = {(path.parent, path.name.rpartition("-")[0]) for path in paths}
     for marker in sorted(unfinished_marker(*pack) for pack in packs):
         if retry(f"look for {marker}", marker.exists):
@@ -178,7 +180,7 @@ def count_shards(
 ) -> Iterator[int]:
     """Yields the number of samples of each shard, as it becomes known.
 
-    With `compare`, indexes that do not match their shards are refused, which takes opening each shard.
+    With `compare`, indexes that do not match their shards are refused; this opens each shard.
     With `damaged`, shards that cannot be counted are added to it, with the reason, and have 0 samples.
 
     Shards are counted in this thread while each takes at most `quick_s`, and by a thread pool from then on: a task for

@@ -1,4 +1,4 @@
-"""`Batch`: what an image transform makes of samples."""
+"""`Batch`: the batches of an image transform."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import UInts
 
 SAMPLES = "samples"
-"""the part of a batch that says which samples it has: rows of dataset, epoch, shard and sample"""
+"""the part of a batch that identifies its samples: rows of dataset, epoch, shard and sample"""
 IMAGE = "__image__"
-"""the part of a sample that has its image: an `EncodedImage`, or its pixels"""
+"""the part of a sample with its image: an `EncodedImage`, or its pixels"""
 FP8 = "fp8"
-"""the part of a batch that says what crops in FP8 mean"""
+"""the part of a batch with the scaling of crops in FP8"""
 PLACE = "__place__"
-"""the part of a sample that says where its crops are: a `CropPlace`"""
+"""the part of a sample with the location of its crops: a `CropPlace`"""
 
 
 class EncodedImage(NamedTuple):
@@ -43,7 +43,7 @@ class EncodedImage(NamedTuple):
 
 @final
 class Batch(dict[str, Any]):
-    """A batch of crops with all other parts of its samples: a dict whose usual parts are attributes, too.
+    """A batch of crops with all other parts of its samples: a dict whose usual parts are also attributes.
 
     batch.global_crops, batch.local_crops       # of MultiCrop: crops x samples x 3 x size x size
     batch.images, batch.labels                  # of RandomResizedCrop and CenterCrop
@@ -77,27 +77,26 @@ class Batch(dict[str, Any]):
 
     @property
     def fp8(self) -> Fp8Scaling:
-        """What the values of crops in FP8 mean, with `output="fp8"`."""
+        """The scaling of crops in FP8, with `output="fp8"`."""
         return cast(Fp8Scaling, self[FP8])
 
     @property
     def samples(self) -> Tensor:
-        """Which samples these are: rows of dataset (its place among the sorted names), epoch, shard and sample."""
+        """The samples of the batch: rows of dataset (its position among the sorted names), epoch, shard and sample."""
         return cast(Tensor, self[SAMPLES])
 
 
 def own_parts(transform: ImageTransform) -> set[str]:
-    """Returns the names of what a transform adds to samples and batches; no part of a sample may have them."""
+    """Returns the names of parts that a transform adds to samples and batches; samples must not use them."""
     scaling = {FP8} if transform.output == "fp8" else set[str]()
     return {SAMPLES, IMAGE, PLACE, *(group.name for group in transform.groups()), *scaling}
 
 
 @final
 class CropMemory:
-    """The crops of a whole batch: threads write those of each sample where they stay, and nothing is copied.
+    """Memory for the crops of a whole batch: threads write the crops of each sample in place, and nothing is copied.
 
-    The memory comes from a pool. NumPy asks for huge pages: a page fault for each 4 kB took as long as decoding the
-    images.
+    The memory comes from a pool. NumPy requests huge pages: a page fault per 4 kB took as long as decoding the images.
     """
 
     def __init__(self, transform: ImageTransform, samples: int, pool: MemoryPool) -> None:
@@ -120,14 +119,14 @@ class CropMemory:
 
 
 class CropPlace(NamedTuple):
-    """Which sample of a `CropMemory` has the crops."""
+    """The location of a sample's crops: their number in a `CropMemory`."""
 
     memory: CropMemory
     number: int
 
 
 def join_crops(transform: ImageTransform, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Returns the crops of several samples: their common memory if it has them all, in this order, else a copy."""
+    """Returns the crops of several samples: their common memory, if it holds just these in this order, else a copy."""
     places: list[CropPlace | None] = [sample.get(PLACE) for sample in samples]
     first = places[0]
     if first is None or places != [CropPlace(first.memory, n) for n in range(first.memory.samples)]:
@@ -152,7 +151,7 @@ def stack_crops(transform: ImageTransform, crops: Sequence[Mapping[str, Tensor]]
 
 
 def finish_batch(batch: Batch, transform: ImageTransform, keys: UInts) -> Batch:
-    """Applies the transforms of whole batches; says what values in FP8 mean."""
+    """Adds the scaling of FP8 values, and applies the transforms of whole batches."""
     if transform.output == "fp8":
         batch[FP8] = Fp8Scaling.of(largest_value(transform), batch.samples.device)
     for step in transform.then:

@@ -26,8 +26,8 @@ _MIN_WEIGHT = 1e-4  # of a pixel in a blur: less changes no level
 
 @final
 class Workspace(threading.local):
-    """Memory of a thread, used again for each crop: new memory costs a page fault for each 4 kB of it, and those took
-    longer than the arithmetic."""
+    """Memory of a thread that is reused for each crop: new memory costs a page fault per 4 kB, which took longer than
+    the arithmetic."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str | int, ...], Tensor] = {}
@@ -44,12 +44,12 @@ _workspace = Workspace()
 
 
 def as_floats(crop: Tensor) -> Tensor:
-    """Returns the bytes of a crop as floats that may be changed, until the next crop of this thread."""
+    """Returns the bytes of a crop as floats in the memory of this thread, valid until its next crop."""
     return _workspace.take("crop", *crop.shape).copy_(crop)
 
 
 def change_colors(crop: Tensor, ints: npt.NDArray[np.int32], floats: npt.NDArray[np.float32]) -> None:
-    """Applies to a crop all that its row of the tables says, except for the box and the flip."""
+    """Applies all operations in a crop's row of the tables, except for the box and the flip."""
     order = int(ints[Column.ORDER])
     while order:
         operation, factor = order & 7, 0.0
@@ -141,7 +141,7 @@ def _pad(crop: Tensor, along: int) -> Tensor:
     padded, places = _workspace.take("padded", *shape), _reflected(size)
     if along == 1:
         return torch.index_select(crop, 1, places, out=padded)
-    # to select columns takes ten times as long as to copy them
+    # selecting columns takes ten times as long as copying them
     padded.narrow(along, BLUR_RADIUS, size).copy_(crop)
     for start in (0, size + BLUR_RADIUS):
         border = crop.index_select(along, places.narrow(0, start, BLUR_RADIUS))
@@ -151,8 +151,8 @@ def _pad(crop: Tensor, along: int) -> Tensor:
 
 @cache
 def _reflected(size: int) -> Tensor:
-    """Returns the rows of an image of this size, continued before its first and after its last row as in a mirror;
-    those of a tiny image are reflected several times."""
+    """Returns the row numbers of an image of this size, continued beyond its first and last row by reflection; several
+    times, if the image is tiny."""
     period = max(1, 2 * (size - 1))
     places = torch.arange(-BLUR_RADIUS, size + BLUR_RADIUS).remainder(period)
     return torch.minimum(places, period - places)

@@ -1,7 +1,7 @@
 """Crops on the CPU: one decoded image at a time, on the threads of the loader.
 
-Resizing is done by torch in bytes, which is several times as fast as Pillow and equal to it but for rounding; color in
-floats, while the crop is in the processor's cache.
+torch resizes in bytes, several times as fast as Pillow and equal to it except for rounding. Colors change in floats,
+while the crop is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from headway.data.images.fp8 import E4M3_MAX
 from headway.data.images.transforms import ImageTransform
 from headway.data.images.window import enlarged_window
 from headway.data.order.permutation import Ints, UInts, derive_key
-
-Pixels = npt.NDArray[np.uint8]
+from headway.data.shards.decode import Pixels
 
 REDUCTIONS = (8, 4, 2)
-"""what JPEGs can be divided by when they are decoded"""
-_SPARE = 2  # pixels of a reduced image for each of a crop, at least
-_LARGE_PIXELS = 2**24  # of an enlarged image, above which only what a crop needs of it is computed
+"""factors by which JPEGs can be reduced when they are decoded"""
+_SPARE = 2  # pixels of a reduced image for each pixel of a crop, at least
+_LARGE_PIXELS = 2**24  # of an enlarged image, above which only the crop itself is computed
 _AUGMENT = 7  # the purpose of a hash
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -39,7 +38,7 @@ DTYPES = {
 
 
 def draw_groups(transform: ImageTransform, keys: UInts, sizes: Ints) -> list[CropTable]:
-    """Draws the crops of a batch: a table for each group. Crops are numbered through all groups."""
+    """Draws the crops of a batch: a table for each group. Crops are numbered across all groups."""
     groups = transform.groups()
     recipes = [recipe for group in groups for recipe in group.recipes]
     pixels = [group.size for group in groups for _ in group.recipes]
@@ -59,7 +58,7 @@ class DrawnImage(NamedTuple):
     """a table for each group of crops, and in it a row for each crop"""
     key: int
     factor: int = 1
-    """by which the image was reduced when it was decoded; the boxes of its crops are those of the whole image"""
+    """by which the image was reduced when it was decoded; boxes of crops refer to the whole image"""
 
 
 def draw_image(transform: ImageTransform, key: int, height: int, width: int) -> list[CropTable]:
@@ -69,8 +68,8 @@ def draw_image(transform: ImageTransform, key: int, height: int, width: int) -> 
 
 
 def largest_reduction(tables: list[CropTable]) -> int:
-    """Returns by how much an image may be reduced when it is decoded: each crop is still made of twice its rows and
-    columns, so that it hardly differs, as Pillow's thumbnails are."""
+    """Returns the factor by which an image may be reduced when it is decoded: a crop is still made of twice its rows
+    and columns, as in Pillow's thumbnails, so that it hardly differs."""
     boxes = np.concatenate([table.ints for table in tables])
     spare = min(
         (boxes[:, Column.HEIGHT] // boxes[:, Column.ROWS]).min(),
@@ -84,11 +83,11 @@ def cut_crops(
 ) -> dict[str, Tensor]:
     """Returns the crops of one image by the names of their groups, each crops x 3 x size x size.
 
-    They are in the memory of `into`, if that is given.
+    They are written into `into`, if that is given.
     """
     pixels, tables, number = image.pixels, image.tables, 0
     if not pixels.flags.writeable:
-        pixels = pixels.copy()  # torch takes no others
+        pixels = pixels.copy()  # torch accepts only writable arrays
     found, dtype = dict[str, Tensor](), DTYPES[transform.output]
     layout = torch.channels_last if transform.channels_last else torch.contiguous_format
     scale, shift = _normalization(transform)
@@ -137,7 +136,7 @@ def resize(pixels: Pixels, ints: npt.NDArray[np.int32], size: int, interpolation
 
 
 def _resize_reduced(image: DrawnImage, ints: npt.NDArray[np.int32], size: int, interpolation: str) -> Tensor:
-    """Returns what `resize` does, of a reduced image. Its boxes begin and end within pixels, which Pillow can do."""
+    """Does the same as `resize` for a reduced image, by Pillow, because boxes may begin and end within pixels."""
     from PIL import Image
 
     top, left, height, width, rows, columns, row, column = (int(value) for value in ints[:8])

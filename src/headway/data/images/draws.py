@@ -27,7 +27,7 @@ _UNIT = 2.0**-32
 
 
 class Word(IntEnum):
-    """The purpose of a random number. These places are part of what makes a run reproducible, and never change."""
+    """The purpose of a random number. These numbers never change, because they make runs reproducible."""
 
     FLIP = 0
     JITTER = 1
@@ -44,7 +44,7 @@ class Word(IntEnum):
     LEFT = 15
 
 
-_HASHES = 8  # that every crop has; further ones, one for each try for a box, are drawn when they are needed
+_HASHES = 8  # for every crop; one more for each try for a box is drawn when it is needed
 
 
 class Column(IntEnum):
@@ -73,7 +73,7 @@ class Factor(IntEnum):
 
 
 class Flag(IntFlag):
-    """What happens to a crop, or does not."""
+    """Operations that are either applied to a crop or not."""
 
     FLIP = 1
     GRAYSCALE = 2
@@ -107,16 +107,14 @@ def draw_crops(recipes: Sequence[CropRecipe], pixels: Sequence[int], keys: UInts
     floats = np.zeros((count, len(recipes), FLOATS), np.float32)
     crops = np.arange(len(recipes), dtype=np.uint64)
     crop_keys = derive_keys(_CROP, keys[:, None], crops[None, :])
-    words = _uniform(crop_keys[:, :, None], np.arange(_HASHES, dtype=np.uint64))
+    words = uniform(crop_keys[:, :, None], np.arange(_HASHES, dtype=np.uint64))
     first = 0
     for (recipe, size), alike in groupby(zip(recipes, pixels, strict=True)):  # most crops have one recipe
         each = len(list(alike))
         here = slice(first, first + each)
         drawn, of_crops = words[:, here].reshape(count * each, -1), np.repeat(sizes, each, 0)
-        of_ints, of_floats = (
-            np.zeros((count * each, INTS), np.int32),
-            np.zeros((count * each, FLOATS), np.float32),
-        )
+        of_ints = np.zeros((count * each, INTS), np.int32)
+        of_floats = np.zeros((count * each, FLOATS), np.float32)
         if recipe.scale is None:
             of_ints[:, :8] = _center(of_crops, size, recipe.resize)
         else:
@@ -128,8 +126,8 @@ def draw_crops(recipes: Sequence[CropRecipe], pixels: Sequence[int], keys: UInts
     return CropTable(ints, floats)
 
 
-def _uniform(keys: UInts, numbers: UInts) -> Floats:
-    """Returns numbers in [0, 1), two for each key and number of a hash."""
+def uniform(keys: UInts, numbers: UInts) -> Floats:
+    """Returns random numbers in [0, 1), two for each key and number of a hash."""
     hashes = np.ascontiguousarray(hash_streams(keys, numbers).astype("<u8", copy=False))
     found: Floats = hashes.view("<u4") * _UNIT
     return found
@@ -148,7 +146,7 @@ def _boxes(
     boxes = np.empty((4, len(keys)), np.int64)
     left: Ints | slice = slice(None)  # samples that have no box yet
     for number in range(_TRIES):
-        drawn = _uniform(keys[left][:, None], np.array([_HASHES + number], np.uint64))
+        drawn = uniform(keys[left][:, None], np.array([_HASHES + number], np.uint64))
         area = height[left] * width[left] * _between(drawn[:, 0], *scale)
         ratio = np.exp(_between(drawn[:, 1], low, high))
         tall, wide = np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))
@@ -158,9 +156,8 @@ def _boxes(
         if not left.size:
             break
     boxes[2, left], boxes[3, left] = _fallback(recipe, height[left], width[left])
-    boxes[0] = words[:, Word.TOP] * (
-        height - boxes[2] + 1
-    )  # whole numbers: what is behind the point is cut off
+    # assigned to integers: fractions are cut off
+    boxes[0] = words[:, Word.TOP] * (height - boxes[2] + 1)
     boxes[1] = words[:, Word.LEFT] * (width - boxes[3] + 1)
     boxes[0, left], boxes[1, left] = (height[left] - boxes[2, left]) // 2, (width[left] - boxes[3, left]) // 2
     return boxes.T

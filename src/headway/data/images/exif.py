@@ -1,4 +1,4 @@
-"""The orientation of a photo: how its pixels must be turned so that up is up."""
+"""The EXIF orientation of a photo: how its pixels must be turned to be upright."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _from_tiff(tiff: bytes) -> int:
                 (value,) = struct.unpack_from(order + _WHOLE_NUMBERS.get(kind, "H"), tiff, entry + 8)
                 return int(value) if 1 <= value <= 8 else 1
     except struct.error:
-        pass  # a cut directory says nothing
+        pass  # the directory is truncated
     return 1
 
 
@@ -83,5 +83,5 @@ def turn(pixels: npt.NDArray[np.uint8], tag: int) -> npt.NDArray[np.uint8]:
         pixels = pixels[:, ::-1]
     if tag == 1:
         return pixels
-    # a reversed axis of one pixel passes for contiguous, except with torch
+    # numpy counts a reversed axis of one pixel as contiguous, torch does not
     return np.array(pixels, order="C")

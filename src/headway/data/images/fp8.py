@@ -1,6 +1,6 @@
 """Crops in FP8, with the numbers that go with them in the layout of Transformer Engine's delayed scaling.
 
-A normalized pixel has a known largest value, so the scale is fixed, and the history of largest values is that one.
+The largest value of a normalized pixel is known, so the scale is fixed, and the history of largest values is constant.
 """
 
 from __future__ import annotations

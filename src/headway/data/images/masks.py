@@ -28,8 +28,8 @@ class BlockMasks:
 
         hw.data.MultiCrop(then=(hw.data.BlockMasks(patch=14),))
 
-    A crop has a mask with `probability`, of a share of its patches within `share`, made of blocks whose sides have a
-    ratio within `ratio`. A mask depends on seed, epoch, sample and crop, and on nothing else.
+    With `probability`, a crop gets a mask that hides a share of its patches within `share`, in blocks whose sides have
+    a ratio within `ratio`. A mask depends only on seed, epoch, sample and crop.
     """
 
     patch: int = 14

@@ -1,6 +1,6 @@
-"""Memory for pixels that is used again, batch after batch.
+"""`MemoryPool`: memory for pixels that is reused, batch after batch.
 
-The system clears new memory page by page, when it is first touched: that took a fifth of the time of crops on the CPU.
+The system clears new memory page by page when it is first touched, which took a fifth of the time of crops on the CPU.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _STEPS = 4  # sizes of blocks from one power of 2 to the next
 
 @final
 class MemoryPool:
-    """Lends memory, which comes back by itself once nothing refers to it: no array, no tensor, no view of either.
+    """Lends memory, which returns to the pool once no array, tensor or view refers to it.
 
     pool = MemoryPool()
     pixels = pool.take(3 * 480 * 640).reshape(480, 640, 3)      # with any content
     """
 
     def __init__(self) -> None:
-        # blocks come back on any thread, at any time, also within `take`: there must not be a lock
+        # blocks return on any thread, at any time, even within `take`, so there must not be a lock
         self._free: dict[int, deque[memoryview]] = {}
 
     def take(self, size: int) -> _Bytes:
-        """Returns an array of so many bytes."""
+        """Returns an array of `size` bytes."""
         whole = _block_bytes(size)
         free = self._free.get(whole)
         if free is None:
@@ -52,7 +52,7 @@ class MemoryPool:
 
 
 def _block_bytes(size: int) -> int:
-    """Returns the size of the block for so many bytes, at most a quarter more: images of about one size share blocks.
+    """Returns the size of the block for `size` bytes, at most a quarter more, so that similar images share blocks.
 
     >>> [_block_bytes(size) for size in (1, 1000, 1025, 2**30)]
     [1, 1024, 1280, 1073741824]

@@ -1,7 +1,7 @@
 """Transforms of whole batches, for supervised training: erasing, Mixup and CutMix.
 
-All that is random is derived from the hashes of the samples. What mixes samples depends on the batch that they are in,
-so it is the same after a resume, and on other numbers of ranks only if their batches are the same.
+All random numbers are derived from the hashes of the samples. Transforms that mix samples depend on the whole batch, so
+results are the same after a resume, and on other numbers of ranks only if the batches of each rank are the same.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ def _check(classes: int, alpha: float) -> None:
 
 
 def _generator(keys: UInts, purpose: int = _MIX) -> np.random.Generator:
-    """Returns the random numbers of a batch: of its samples, whatever their order."""
+    """Returns the random number generator of a batch, which depends on its samples but not on their order."""
     seed = np.bitwise_xor.reduce(derive_keys(purpose, keys))
     return np.random.Generator(np.random.Philox(int(seed)))
 
 
 def _mixed_labels(labels: Tensor, classes: int, share: float) -> Tensor:
     if not labels.is_cuda and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise UsageError(  # on a GPU, to look at them would wait for it
+        raise UsageError(  # on a GPU, reading the labels would wait for it
             f"a batch has labels from {int(labels.min())} to {int(labels.max())}, and classes={classes} allows 0 to "
             f"{classes - 1}: give the number of classes of the dataset"
         )

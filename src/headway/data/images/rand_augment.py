@@ -1,7 +1,7 @@
 """RandAugment and TrivialAugment: random operations on the bytes of a crop, as Pillow computes them.
 
-Operations, ranges and defaults are those of the papers as torchvision has them (arXiv 1909.13719, 2103.10158). What is
-drawn is a pure function of the crop's key.
+Operations, ranges and defaults follow the papers (arXiv 1909.13719, 2103.10158) as torchvision implements them. Random
+numbers are a pure function of the crop's key.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from headway.data.order.permutation import hash_streams
+from headway.data.images.draws import uniform
+from headway.data.shards.decode import Pixels
 from headway.errors import UsageError
 
-Pixels = npt.NDArray[np.uint8]
 _BINS = 31  # levels of magnitude, in both papers
-_UNIT = 2.0**-32
 
 
 class _Operation(NamedTuple):
@@ -86,9 +85,8 @@ class TrivialAugment:
 
 
 def _words(key: int, count: int) -> npt.NDArray[np.float64]:
-    """Returns random numbers in [0, 1), two from each word of the stream that begins at a key."""
-    hashes = hash_streams(np.array([key], np.uint64), np.arange(-(-count // 2), dtype=np.uint64))
-    return hashes.astype("<u8").view("<u4") * _UNIT
+    """Returns at least `count` random numbers in [0, 1) from the stream that begins at a key."""
+    return uniform(np.array([key], np.uint64), np.arange(-(-count // 2), dtype=np.uint64))
 
 
 def _table(*, shear: float, translate: float, rotate: float, color: float, bits: int) -> list[_Operation]:

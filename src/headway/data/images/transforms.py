@@ -10,27 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from headway.data.shards.decode import Pixels
 from headway.errors import UsageError
 
 Range = tuple[float, float]
 BatchTransform = Callable[[Any, npt.NDArray[np.uint64]], Any]
-"""gets a `Batch` and a hash of each sample, from which all that is random must be derived; returns the batch"""
-Augment = Callable[[npt.NDArray[np.uint8], int], npt.NDArray[np.uint8]]
-"""gets a crop, height x width x 3, and a hash of its sample and number, from which all that is random is derived"""
+"""takes a `Batch` and a hash of each sample, from which all random numbers must be derived; returns the batch"""
+Augment = Callable[[Pixels, int], Pixels]
+"""takes a crop, height x width x 3, and a hash of its sample and number, from which all random numbers are derived"""
 Output = Literal["bf16", "fp16", "fp32", "uint8", "fp8"]
-OUTPUTS = ("bf16", "fp16", "fp32", "uint8", "fp8")
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "uint8": 1, "fp8": 1}
-INTERPOLATIONS = ("bicubic", "bilinear")
+Interpolation = Literal["bicubic", "bilinear"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def _are_numbers(values: object, count: int) -> bool:
-    """Whether these are so many numbers, in a tuple or a list."""
+    """Whether `values` is a tuple or a list of `count` numbers."""
     return (
         isinstance(values, tuple | list)
         and len(values) == count
@@ -39,9 +39,13 @@ def _are_numbers(values: object, count: int) -> bool:
 
 
 def check_probability(name: str, value: Any) -> None:
-    """Refuses what is not a number from 0 to 1."""
-    if not _are_numbers((value,), 1) or not 0 <= value <= 1:
-        raise UsageError(f"{name}={value!r}: give a probability, from 0 to 1")
+    """Refuses a value that is not a number from 0 to 1."""
+    _check_number(name, value, 1, "a probability, from 0 to 1")
+
+
+def _check_number(name: str, value: Any, most: float, wanted: str) -> None:
+    if not _are_numbers((value,), 1) or not 0 <= value <= most:
+        raise UsageError(f"{name}={value!r}: give {wanted}")
 
 
 def _check_whole(name: str, value: object) -> None:
@@ -56,7 +60,7 @@ class CropSettings:
     ratio: Range = (3 / 4, 4 / 3)
     flip: float = 0.5
     jitter: float = 0.0
-    """how often color is changed, by up to these factors, in random order"""
+    """the probability that colors change, by up to the following factors, in random order"""
     brightness: float = 0.4
     contrast: float = 0.4
     saturation: float = 0.4
@@ -66,7 +70,7 @@ class CropSettings:
     """of the blur, whose kernel has 9 x 9 pixels"""
 
     def _recipe(self, **own: Any) -> CropRecipe:
-        """Returns the recipe of a crop, with what it has of its own."""
+        """Returns the recipe of a crop: the common settings and its own."""
         common = {each.name: getattr(self, each.name) for each in fields(CropSettings)}
         return CropRecipe(**common, **own)
 
@@ -92,11 +96,8 @@ class CropRecipe(CropSettings):
         if self.scale is not None and self.scale[1] > 1:
             raise UsageError(f"scale={self.scale}: a crop has at most all of the image, 1.0")
         for name in ("brightness", "contrast", "saturation"):
-            value = getattr(self, name)
-            if not _are_numbers((value,), 1) or not 0 <= value <= 1:
-                raise UsageError(f"{name}={value!r}: give the largest change, from 0 to 1")
-        if not _are_numbers((self.hue,), 1) or not 0 <= self.hue <= 0.5:
-            raise UsageError(f"hue={self.hue!r}: give the largest change, from 0 to 0.5 of the circle")
+            _check_number(name, getattr(self, name), 1, "the largest change, from 0 to 1")
+        _check_number("hue", self.hue, 0.5, "the largest change, from 0 to 0.5 of the circle")
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ class CropGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTransform(ABC):
-    """Crops of an image, resized with antialias, with changes of color, normalized.
+    """Crops of an image, resized with antialiasing, with changes of color, normalized.
 
-    All is drawn from the seed of the loader, the dataset, the epoch, the sample and the number of the crop, so the
-    crops are the same on the CPU and on a GPU, on any number of ranks, and after a resume.
+    Random numbers are derived from the seed of the loader, the dataset, the epoch, the sample and the number of the
+    crop, so the crops are the same on the CPU and on a GPU, on any number of ranks, and after a resume.
 
         crops = hw.data.RandomResizedCrop(size=224)             # a subclass; CenterCrop and MultiCrop are the others
         loader = hw.data.ShardLoader("shards/train", batch_size=256, transform=crops)
@@ -127,26 +128,25 @@ class ImageTransform(ABC):
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     output: Output = "bf16"
-    """the type of the pixels; `"uint8"` ones are from 0 to 255 and not normalized, those of `"fp8"` (E4M3) are scaled,
-    and lose two thirds of the levels"""
+    """the type of the pixels; with `"uint8"` they are from 0 to 255 and not normalized, with `"fp8"` (E4M3) they are
+    scaled, and lose two thirds of the levels"""
     channels_last: bool = False
     """whether the channels of a pixel are neighbors in memory; the shape of a batch is the same"""
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    interpolation: Interpolation = "bicubic"
     exif: bool = False
-    """whether images are turned as their EXIF data says; most datasets for training are made without"""
+    """whether images are turned by their EXIF orientation; most training datasets are used without it"""
     scaled_decode: bool = False
-    """whether the CPU decodes a JPEG at a half, a quarter or an eighth of its size where crops have half its sides:
-    much faster for large photos; crops differ a little from those of a whole image, so it is off unless asked for"""
+    """whether the CPU decodes a JPEG at a half, a quarter or an eighth of its size if crops are small enough: much
+    faster for large photos, but crops differ a little from those of the whole image, so it is off by default"""
     augment: Augment | None = None
-    """what is done to the bytes of each crop before its colors change: `hw.data.RandAugment()`, on the CPU"""
+    """applied to the bytes of each crop before its colors change, on the CPU: `hw.data.RandAugment()`"""
     then: tuple[BatchTransform, ...] = ()
-    """what is done to whole batches, such as `hw.data.Mixup`; or functions of your own"""
+    """applied to whole batches: `hw.data.Mixup` and others, or your own functions"""
 
     def __post_init__(self) -> None:
-        if self.output not in OUTPUTS:
-            raise UsageError(f"output={self.output!r}: give one of {', '.join(OUTPUTS)}")
-        if self.interpolation not in INTERPOLATIONS:
-            raise UsageError(f"interpolation={self.interpolation!r}: give one of {', '.join(INTERPOLATIONS)}")
+        for name, choices in (("output", get_args(Output)), ("interpolation", get_args(Interpolation))):
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name}={getattr(self, name)!r}: give one of {', '.join(choices)}")
         if not _are_numbers(self.mean, 3):
             raise UsageError(f"mean={self.mean!r}: give three numbers, one for each of red, green and blue")
         if not _are_numbers(self.std, 3) or min(self.std) <= 0:
@@ -180,8 +180,8 @@ class MultiCrop(CropSettings, ImageTransform):
             batch.global_crops      # 2 x 64 x 3 x 224 x 224
             batch.local_crops       # 8 x 64 x 3 x 96 x 96
 
-    `blur` is how often the first global crop, the other ones, and the local ones are blurred; `solarize` concerns the
-    second global crop.
+    `blur` has the probabilities for the first global crop, for the other global crops, and for the local crops;
+    `solarize` applies to the second global crop.
     """
 
     n_global: int = 2
@@ -234,7 +234,7 @@ class RandomResizedCrop(CropSettings, ImageTransform):
     scale: Range = (0.08, 1.0)
     blur: float = 0.0
     solarize: float = 0.0
-    interpolation: Literal["bicubic", "bilinear"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
 
     def _make_groups(self) -> tuple[CropGroup, ...]:
         recipe = self._recipe(scale=self.scale, blur=self.blur, solarize=self.solarize)
@@ -252,7 +252,7 @@ class CenterCrop(ImageTransform):
     size: int = field(default=224, kw_only=False)
     resize: int = 256
     """whatever `size` is: give both for small crops, such as size=24, resize=28"""
-    interpolation: Literal["bicubic", "bilinear"] = "bilinear"
+    interpolation: Interpolation = "bilinear"
 
     def _make_groups(self) -> tuple[CropGroup, ...]:
         _check_whole("size", self.size)

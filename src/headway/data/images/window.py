@@ -1,8 +1,8 @@
-"""A window of a resized image, without the rest of it: what the CPU does with images of extreme ratios.
+"""Computes a window of a resized image without the rest of it, for images of extreme ratios on the CPU.
 
 An image of 60000 x 1 pixels whose short side becomes 256 has 4 billion pixels, of which a crop of the center needs few.
-The arithmetic is that of torch's and Pillow's resizing of bytes with antialias, to the last bit: weights are whole
-numbers, columns come first, and each pass rounds to bytes.
+The result equals torch's and Pillow's resizing of bytes with antialiasing to the last bit: weights are whole numbers,
+columns come first, and each pass rounds to bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Pixels = npt.NDArray[np.uint8]
+from headway.data.shards.decode import Pixels
+
 _Floats = npt.NDArray[np.float64]
 
 _WEIGHT_BITS = 14  # of enlarged images: the largest weight, at an edge, is from 1 to 2

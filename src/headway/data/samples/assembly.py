@@ -1,7 +1,7 @@
-"""How samples become a batch, on two threads of their own: the training loop finds it finished.
+"""`BatchAssembler`: turns chunks of samples into batches, on two threads, ahead of the training loop.
 
-The first gathers the chunks of a batch and, with a GPU, has their images decoded there; the second makes the batch. It
-is the GPU's decoder that must never wait: while it works on a batch, the crops of the one before are made.
+The first thread gathers the chunks of a batch and, with a GPU, starts to decode their images there; the second makes
+the batch. So the GPU's decoder never waits: while it decodes a batch, the crops of the previous one are made.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class AssembledBatch(NamedTuple):
-    """A finished batch, with the chunks that it was made of; their values are gone."""
+    """A finished batch, with the chunks that it was made of, whose values are cleared."""
 
     chunks: list[Chunk]
     value: Any
-    """None if no sample is left; a `StagedBatch` if it goes to a device"""
+    """the batch; None if no sample is left, a `StagedBatch` if it is copied to a device"""
     padding: int
     """how many of the last samples are padding"""
     collate: Span | None
@@ -42,8 +42,8 @@ class AssembledBatch(NamedTuple):
 class BatchAssembler:
     """Gathers the chunks of a batch and collates them.
 
-    In validation (`validates`), substitutes of bad samples are padding; with `drops`, they are left out.
-    `prepare` may change the values of the chunks first: on a GPU, images are decoded there.
+    In validation (`validates`), substitutes of bad samples count as padding; with `drops`, they are left out.
+    `prepare` may change the values of the chunks first: with a GPU, it decodes images there.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BatchAssembler:
         self._collate, self._prepare, self._validates, self._drops = collate, prepare, validates, drops
 
     def gather(self, results: Sequence[Callable[[], Chunk]]) -> list[Chunk]:
-        """Gets chunks, which threads load or these calls do, and prepares them."""
+        """Returns the prepared chunks of a batch; each call in `results` waits for a chunk, or loads it here."""
         last = [result() for result in results[-1:]]  # one wait covers nearly all chunks
         chunks = [result() for result in results[:-1]] + last
         if self._prepare is not None:
@@ -67,7 +67,7 @@ class BatchAssembler:
     def assemble(
         self, gathered: Future[list[Chunk]], padding: int, feed: DeviceFeed | None = None
     ) -> AssembledBatch:
-        """Returns the batch of some chunks, whose last samples are `padding`; with `feed`, on its way to a device."""
+        """Returns the batch of chunks whose last `padding` samples are padding; with `feed`, copies it to a device."""
         chunks = gathered.result()
         began = time.perf_counter()
         values, padding = self._values(chunks, padding)
@@ -124,7 +124,7 @@ def make_assembler(
 
 
 def _decode_on_gpu(batcher: GpuBatcher, reader: SampleReader, chunks: list[Chunk]) -> None:
-    """Brings the images of all samples to the GPU; those that it cannot decode are decoded here, or replaced."""
+    """Brings the images of all samples to the GPU; those that it cannot decode are decoded on the CPU, or replaced."""
     places = [(chunk, number) for chunk in chunks for number in range(len(chunk.values))]
     failed = batcher.decode([chunk.values[number] for chunk, number in places])
     for at in reversed(failed):

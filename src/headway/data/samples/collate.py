@@ -1,4 +1,4 @@
-"""Default batches: samples that are joined part by part, to tensors where that changes no value."""
+"""Default collation: joins samples part by part, into tensors where that changes no value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.data.images.batch import PLACE, SAMPLES, Batch, finish_batch, join_crops
+from headway.data.images.batch import SAMPLES, Batch, finish_batch, join_crops, own_parts
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import Ints, UInts
 from headway.data.samples.sample_reader import KEY
@@ -17,11 +17,11 @@ from headway.errors import HeadwayError
 
 _NUMBERS = int, float
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
-_MAX_EXACT_FLOAT = 2**53  # up to which float64 has all whole numbers
+_MAX_EXACT_FLOAT = 2**53  # up to which float64 represents all whole numbers
 
 
 def collate(samples: list[Any]) -> Any:
-    """Collates dicts to a dict of batches: numbers and arrays of one shape become a tensor, all else a list.
+    """Collates dicts into a dict of batches: numbers, and arrays of one shape, become a tensor, all else a list.
 
     Samples must have the same parts: one that lacks a part would remove it from the whole batch.
     """
@@ -43,9 +43,9 @@ def collate_crops(
     transform: ImageTransform, keys_of: Callable[[Ints], UInts], samples: list[dict[str, Any]]
 ) -> Batch:
     """Collates samples with the crops of a transform."""
-    own = {SAMPLES, PLACE, *(group.name for group in transform.groups())}
-    rest = collate([{name: part for name, part in each.items() if name not in own} for each in samples])
-    rows = np.array([each[SAMPLES] for each in samples])
+    own = own_parts(transform)
+    rest = collate([{name: part for name, part in sample.items() if name not in own} for sample in samples])
+    rows = np.array([sample[SAMPLES] for sample in samples])
     batch = Batch({SAMPLES: torch.from_numpy(rows), **join_crops(transform, samples), **rest})
     return finish_batch(batch, transform, keys_of(rows))
 
@@ -69,7 +69,7 @@ def _collate(samples: list[Any]) -> Any:
 
 
 def _join_numbers(samples: list[int | float]) -> Any:
-    """Returns a tensor of 64 bits each, as torch's own loader does; a list if that would change a number."""
+    """Returns a tensor of 64-bit numbers, as torch's own loader does; a list if that would change a number."""
     whole = [each for each in samples if not isinstance(each, float)]
     if len(whole) == len(samples):
         fit, dtype = all(_MIN_INT <= each <= _MAX_INT for each in whole), None
@@ -80,7 +80,7 @@ def _join_numbers(samples: list[int | float]) -> Any:
 
 @lru_cache(256)
 def _has_tensors(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of a type can become tensors: not those of text, dates or records."""
+    """Whether arrays of this type can become tensors; those of text, dates or records cannot."""
     try:
         torch.from_numpy(np.empty(0, dtype.newbyteorder("=")))
     except TypeError:

@@ -1,4 +1,4 @@
-"""`ImageCropper`: the crops of the images of samples, drawn and cut on the CPU."""
+"""`ImageCropper`: draws and cuts the crops of images on the CPU."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ class ImageCropper:
         """whether images are decoded at the smallest size that their crops allow"""
 
     def draw(self, samples: list[ReadSample]) -> None:
-        """Draws the crops of several images whose headers say their size: drawn for each alone, they take twenty times
-        as long."""
+        """Draws the crops of all images whose headers state their size: one by one, that takes twenty times as long."""
         sized = [(sample, size) for sample in samples if (size := self._jpeg_size(sample)) is not None]
         if not sized:
             return
@@ -68,14 +67,14 @@ class ImageCropper:
             sample.drawn = size, [CropTable(ints[number], floats[number]) for ints, floats in tables]
 
     def _jpeg_size(self, sample: ReadSample) -> tuple[int, int] | None:
-        """Returns height and width of the image of a sample, if it is a JPEG that any decoder can decode."""
+        """Returns height and width of a sample's image, if it is a JPEG that any decoder can decode."""
         name = jpeg_name(sample.value, self._decoders)
         if name is None:
             return None
         return next(plain_jpeg_size(data, self._limits) for part, data, _ in sample.late if part == name)
 
     def decode_reduced(self, sample: ReadSample) -> None:
-        """Decodes the image of a sample at the smallest size that its crops allow, if it is a JPEG that can be."""
+        """Decodes the image of a sample at the smallest size that its crops allow, if it is a plain JPEG."""
         name = jpeg_name(sample.value, self._decoders)
         late = next((each for each in sample.late if each[0] == name), None)
         if late is None:
@@ -83,14 +82,12 @@ class ImageCropper:
         size = plain_jpeg_size(late[1], self._limits)
         if size is None:
             return
-        tag, key = (
-            orientation(late[1]) if self._transform.exif else 1,
-            self._keys.of_transform(sample.location),
-        )
+        tag = orientation(late[1]) if self._transform.exif else 1
+        key = self._keys.of_transform(sample.location)
         tables = draw_image(self._transform, key, *(size[::-1] if tag >= 5 else size))
         factor = largest_reduction(tables)
         while tag > 1 and (size[0] % factor or size[1] % factor):
-            factor //= 2  # a last pixel that is not whole would come first
+            factor //= 2  # else turning would move an incomplete last pixel to the front
         sample.late.remove(late)
         pixels = turn(decode_reduced(late[1], size, factor), tag)
         sample.value[late[0]] = DrawnImage(pixels, tables, key, factor)
@@ -113,14 +110,14 @@ class ImageCropper:
 
 
 def take_image(transform: ImageTransform, sample: ReadSample) -> Any:
-    """Takes the image out of a sample: its pixels, turned if asked, or an `EncodedImage`."""
+    """Removes the image from a sample and returns it: as pixels, turned if `exif` is set, or an `EncodedImage`."""
     value = sample.value
     name = image_name(value)
     if name is None:
         raise BadSample(f"it has no image (a part called {', '.join(sorted(IMAGES))}) but {', '.join(value)}")
     image = value.pop(name)
     if isinstance(image, EncodedImage | DrawnImage):
-        return image  # JPEGs, whose sides have less than 2**16 pixels
+        return image  # JPEGs have sides of less than 2**16 pixels
     if transform.exif:
         image = turn(image, next(orientation(data) for part, data, _ in sample.late if part == name))
     short, long = sorted(image.shape[:2])

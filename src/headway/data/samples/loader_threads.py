@@ -57,13 +57,13 @@ class LoaderThreads:
 
     def __exit__(self, *_: object) -> None:
         pools = self._reading, self._gathering, self._collating
-        for each in pools:
-            each.shutdown(wait=False, cancel_futures=True)
-        for each in pools:
-            each.shutdown(wait=True)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=True)
 
     def load(self, batch: RankBatch, reader: SampleReader, assembler: BatchAssembler) -> PendingBatch:
-        """Begins to load a batch."""
+        """Starts to load a batch."""
         reads = self._reads(batch.locations, reader)
         alone = self._chooser.mode is ReadMode.ONE_THREAD
         chunks = [] if alone else [self._reading.submit(read) for read in reads]
@@ -73,24 +73,24 @@ class LoaderThreads:
         return PendingBatch(batch, [*chunks, gathered], result)
 
     def _reads(self, locations: list[SampleLocation], reader: SampleReader) -> list[Callable[[], Chunk]]:
-        """Splits a batch into chunks, and returns what reads each."""
+        """Splits a batch into chunks, and returns a function for each that reads it."""
         memory, size = reader.crop_memory(len(locations)), self._chooser.chunk_samples(len(locations))
         read = partial(reader.read, memory=memory, by_process=self._chooser.mode is ReadMode.PROCESSES)
         return [partial(read, locations[at : at + size], at) for at in range(0, len(locations) or 1, size)]
 
 
 def _make_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Returns a pool whose threads compute on one core each, while torch's other threads keep theirs.
+    """Returns a pool whose threads use one core each; the number of torch's threads stays the same elsewhere.
 
-    Operations of torch would start a team of threads for each thread of the loader, whose members wait for each other
-    by spinning: on two cores, crops took nine times as much CPU time.
+    Otherwise torch would start a team of threads for each thread of the loader, whose members spin while they wait for
+    each other: on two cores, crops took nine times as much CPU time.
     """
     return ThreadPoolExecutor(threads, name, initializer=_use_one_core, initargs=(torch.get_num_threads(),))
 
 
 def _use_one_core(others: int) -> None:
-    torch.get_num_threads()  # a thread takes over the common number when it first asks or computes
-    torch.set_num_threads(1)  # of this thread, and the common number
+    torch.get_num_threads()  # a thread inherits the global number at its first call or computation
+    torch.set_num_threads(1)  # sets the number for this thread, and the global one
     restorer = threading.Thread(target=torch.set_num_threads, args=(others,))
     restorer.start()
     restorer.join()
@@ -98,9 +98,9 @@ def _use_one_core(others: int) -> None:
 
 @contextmanager
 def quick_switches(*, active: bool) -> Iterator[None]:
-    """Lets threads wait for the interpreter at most a tenth of a millisecond, where Python's default is five.
+    """Lowers the interval at which threads switch to a tenth of a millisecond; Python's default is five.
 
-    The thread that feeds the GPU's decoder needs the interpreter once a batch, and a decoder that waits five
+    The thread that feeds the GPU's decoder needs the interpreter lock once per batch, and a decoder that waits five
     milliseconds for it loses a third of its time.
     """
     before = sys.getswitchinterval()

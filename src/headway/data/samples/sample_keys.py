@@ -1,4 +1,4 @@
-"""`SampleKeys`: what the random numbers of a sample are derived from, whichever rank and thread loads it."""
+"""`SampleKeys`: keys from which the random numbers of a sample are derived, the same on any rank and thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TRANSFORM, _SUBSTITUTE = 1, 2  # the purpose of a key: part of what is hashed
 
 @final
 class SampleKeys:
-    """Keys that depend on the seed, the keys of the datasets, and where a sample is."""
+    """Derives keys from the seed, the keys of the datasets, and the location of a sample."""
 
     def __init__(self, seed: int, datasets: Sequence[int]) -> None:
         self._seed, self._datasets = seed, datasets

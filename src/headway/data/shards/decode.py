@@ -120,9 +120,9 @@ class SampleDecoder:
         elif kind in IMAGES:
             self._choices[extension] = _image(kind, self._limits)
         elif kind == "cls":
-            self._parsers[extension] = _labels(self._limits.textraw_bytes)
+            self._parsers[extension] = _labels(self._limits.text_bytes)
         elif kind in _TEXT:
-            self._parsers[extension] = _limited(_PLAIN[kind], self._limits.textraw_bytes)
+            self._parsers[extension] = _limited(_PLAIN[kind], self._limits.text_bytes)
         else:
             self._parsers[extension] = _PLAIN.get(kind, raw_bytes)
 
