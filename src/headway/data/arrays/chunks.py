@@ -196,11 +196,11 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
             yield chunk
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how many chunks of the epoch this worker has given."""
+        """Returns how many chunks of the epoch this worker has yielded."""
         return {"epoch": int(self._epoch), "chunks": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after those chunks, in the next pass of this worker."""
+        """Makes the next pass of this worker continue after those chunks."""
         self.set_epoch(int(state["epoch"]))
         self._first = int(state["chunks"])
 

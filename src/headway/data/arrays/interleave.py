@@ -1,7 +1,7 @@
-"""Mixes samples among neighboring batches, as samples of a batch that was read at once are often alike.
+"""Mixes samples among neighboring batches, because samples that were read together are often alike.
 
-Of every `num_batches` batches, each new one gets an equal slice of each old one. The order is kept otherwise, no sample
-is lost, and batches have the sizes that they had: the last ones, too few for a full round, are mixed among themselves.
+In every group of `num_batches` batches, each new batch gets an equal slice of each old one. Otherwise the order stays
+the same, no sample is lost, and batches keep their sizes. The last group may have fewer batches.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _interleave(
 
 
 def _mix(batches: list[Mapping[str, torch.Tensor]], pin_memory: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields as many batches as there were, of their sizes: first the first slices of all, then the second, and so on.
+    """Yields batches of the same number and sizes, from the first slices of all, then the second ones, and so on.
 
     If all slices are equal, batch i consists of the i-th slice of each.
     """
@@ -62,8 +62,8 @@ def _mix(batches: list[Mapping[str, torch.Tensor]], pin_memory: bool) -> Iterato
 
 
 def _regroup(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields the slices of which each new batch consists. Batches may be shorter than there are slices, and the last
-    one of a dataset may have any size: slices are cut where a batch is full."""
+    """Yields the slices of each new batch. Batches may be shorter than there are slices, and the last batch of a
+    dataset may have any size, so a slice is cut where a batch is full."""
     slices = [tensor.tensor_split(len(tensors)) for tensor in tensors]
     waiting = deque(each[number] for number in range(len(tensors)) for each in slices)
     for tensor in tensors:

@@ -1,7 +1,6 @@
 """Measures how fast shards are loaded, and what the bottleneck is: each stage alone, then all of them together.
 
-Reading alone, and decoding bytes in memory alone, are the most that this machine can do; the loader cannot be faster
-than the slower of them.
+Reading alone and decoding alone (from memory) are upper bounds: the loader cannot be faster than the slower of them.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Benchmark:
 def run_benchmark(
     paths: list[Path], *, threads: int | None = None, batch_size: int = 64, seconds: float = 3.0
 ) -> Benchmark:
-    """Measures reading, decoding and loading of shards, each for about so many seconds.
+    """Measures reading, decoding and loading of shards, each for about `seconds`.
 
     >>> print(run_benchmark(sorted(Path("/data/laion").glob("*.tar"))).verdict())
     the decoder is the bottleneck: 1,700 samples/s with 2 threads; all 2 cores are in use: use smaller images ...

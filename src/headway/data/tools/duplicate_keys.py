@@ -23,18 +23,18 @@ def find_duplicates(shards: Iterable[Path]) -> list[tuple[str, list[Path]]]:
     hashes = [np.fromiter(map(hash, _keys(path)), np.int64) for path in paths]
     values, counts = np.unique(np.concatenate([np.unique(each) for each in hashes]), return_counts=True)
     twice = values[counts > 1]
-    known = {*twice.tolist()}
+    repeated = {*twice.tolist()}
     where: dict[str, list[Path]] = {}
     for path, each in zip(paths, hashes, strict=True):
         if np.isin(each, twice).any():
             for key in sorted(set(_keys(path))):
-                if hash(key) in known:
+                if hash(key) in repeated:
                     where.setdefault(key, []).append(path)
     return [(key, shards_of) for key, shards_of in sorted(where.items()) if len(shards_of) > 1][:_MAX_KEYS]
 
 
 def _keys(path: Path) -> Sequence[str]:
-    """Returns the keys of a shard; none of one that cannot be read, of which `check_shard` says why."""
+    """Returns the keys of a shard; none if it cannot be read, which `check_shard` reports."""
     with suppress(HeadwayError):
         entries = walk(path)
         return [entries.key(number) for number in range(len(entries))]

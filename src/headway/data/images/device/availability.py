@@ -1,4 +1,4 @@
-"""Whether images can be decoded and cropped on a GPU here; a message says what is missing."""
+"""Checks whether images can be decoded and cropped on a GPU here; a message names what is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.system.log import logger
 
 
 def usable_gpu(device: str | torch.device | None, transform: object) -> torch.device | None:
-    """Returns the GPU on which a loader was asked to decode and crop images; None, with a message, if it cannot."""
+    """Returns the GPU on which a loader decodes and crops images; None, with a message if `device` cannot be used."""
     if isinstance(transform, type) and issubclass(transform, ImageTransform):
         name = transform.__name__
         raise UsageError(f"transform={name} is a class: pass an instance, transform={name}()")
@@ -36,7 +36,7 @@ def usable_gpu(device: str | torch.device | None, transform: object) -> torch.de
 
 
 def missing_for_gpu() -> str:
-    """Returns what the GPU's path lacks on this machine, in words; nothing if it can be used."""
+    """Returns what this machine lacks to decode and crop on a GPU, as text; an empty text if nothing."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:

@@ -1,7 +1,7 @@
-"""Batches that are made on a GPU: decoded by nvJPEG, cropped by the kernels, each on a stream of its own.
+"""`GpuBatcher`: makes batches on a GPU. nvJPEG decodes and the kernels crop, each on a stream of its own.
 
-Two threads of the loader do this: one has batches decoded, one after the other, and the other makes crops of what is
-decoded. Neither waits for the device, but for the decoder to have taken the batch before the last.
+Two threads of the loader use it: one starts to decode batches, one after the other, and the other makes crops of the
+decoded images. Neither waits for the device, except until the decoder has read the batch before the last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ImageOnDevice(NamedTuple):
 
     images: DecodedImages
     number: int
-    """which of them it is"""
+    """its number among them"""
 
 
 @final
@@ -80,7 +80,7 @@ class GpuBatcher:
         return DecodedImages(ImageTable.of([block.permute(2, 0, 1)]), block, stream.record_event())
 
     def collate(self, samples: list[dict[str, Any]]) -> StagedBatch:
-        """Returns the batch of samples whose images are on the device, which has still to make it."""
+        """Returns the batch of samples whose images are on the device; the device may still be computing it."""
         images: list[ImageOnDevice] = [sample.pop(IMAGE) for sample in samples]
         rows = np.array([sample.pop(SAMPLES) for sample in samples])
         keys = self._keys_of(rows)

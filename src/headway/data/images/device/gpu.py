@@ -1,4 +1,4 @@
-"""Crops on a GPU: images of any sizes in device memory become the crops of a batch, in five launches.
+"""`GpuCropper`: turns images of any sizes in device memory into the crops of a batch, in five launches.
 
 The parameters of all crops, the addresses of all images and the sums that the kernels need go to the device as one
 buffer. Nothing here waits for the device.
@@ -21,11 +21,11 @@ from headway.data.images.draws import CropTable
 from headway.data.images.transforms import CropGroup, ImageTransform
 from headway.data.order.permutation import Ints, UInts
 
-# the fastest of those that were tried on an H200 with photos of 500 x 375 pixels: one warp needs no barriers
+# the fastest values on an H200 with photos of 500 x 375 pixels; one warp needs no barriers
 _RESIZE_TILE, _RESIZE_STEP, _FINISH_TILE = 16, 16, 64  # pixels
 _RESIZE_WARPS, _FINISH_WARPS = 1, 4
-# programs on each multiprocessor: few, so that the decoder's kernels need not wait for theirs to end. On an H200 they
-# take 4.9 ms instead of 3.3 for a batch of 256, and the decoder beside them 8.3 ms instead of 12.
+# programs on each multiprocessor: few, so that the decoder's kernels need not wait for ours. On an H200, ours then take
+# 4.9 ms instead of 3.3 for a batch of 256, and the decoder beside them 8.3 ms instead of 12.
 _RESIZE_PROGRAMS, _FINISH_PROGRAMS = 8, 1
 _ALIGNMENT_BYTES = 16
 
@@ -42,7 +42,7 @@ class GpuCropper:
         self._norms = np.array([*factors, *summands, 0, 0], np.float32)
 
     def draw(self, keys: UInts, sizes: Ints) -> list[CropTable]:
-        """Draws the parameters of a batch, given the key, and height and width, of every sample."""
+        """Draws the parameters of a batch, given each sample's key, height and width."""
         return draw_groups(self._transform, keys, sizes)
 
     def crop(self, images: ImageTable, tables: Sequence[CropTable]) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ class GpuCropper:
 
 
 def _launch(kernel: Any, total: int, programs: int, device: torch.device) -> Any:
-    """Returns a kernel that does `total` tiles in so many programs on each multiprocessor."""
+    """Returns a kernel that computes `total` tiles with this many programs on each multiprocessor."""
     return kernel[(min(total, programs * _multiprocessors(device)),)]
 
 

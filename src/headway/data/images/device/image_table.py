@@ -1,4 +1,4 @@
-"""Where images are in the memory of a device: what the kernels read."""
+"""`ImageTable`: where images are in device memory, for the kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from headway.data.order.permutation import Ints
 
 
 class ImageTable(NamedTuple):
-    """Where images are in the memory of a device: a row for each."""
+    """Where images are in device memory: a row for each."""
 
     rows: Ints
-    """the address of the first byte, and how far it is to the next channel, row and column"""
+    """the address of the first byte, and the strides of channel, row and column"""
     sizes: Ints
     """height and width"""
     device: torch.device
@@ -28,7 +28,7 @@ class ImageTable(NamedTuple):
         return cls(rows, np.array([image.shape[1:] for image in images]), images[0].device)
 
     def turned(self, turns: Ints) -> ImageTable:
-        """Returns the table of the images as their EXIF orientations say: read in another direction, not copied."""
+        """Returns the table of the images turned by their EXIF orientations: strides change, pixels are not copied."""
         if (turns == 1).all():
             return self
         rows, sizes = self.rows.copy(), self.sizes.copy()
@@ -43,6 +43,6 @@ class ImageTable(NamedTuple):
 
     @classmethod
     def select(cls, tables: Sequence[ImageTable], chosen: Ints) -> ImageTable:
-        """Returns the table of some images, given their numbers in all tables, one after the other."""
+        """Returns the table of some images, given their numbers in the concatenated tables."""
         rows, sizes = (np.concatenate([table[column] for table in tables])[chosen] for column in (0, 1))
         return cls(rows, sizes, tables[0].device)

@@ -13,16 +13,16 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 @final
 class PinnedMemory(threading.local):
-    """Gives each thread pieces of blocks, which are free again when no piece of them is in use; torch keeps them.
+    """Gives each thread pieces of blocks. A block returns to torch's pool when no piece of it is in use.
 
-    Whoever has a device read a piece keeps it until that is done.
+    Keep a reference to a piece until the device has read it.
     """
 
     def __init__(self) -> None:
         self._rest = memoryview(b"")
 
     def allocate(self, count: int) -> memoryview:
-        """Returns so many bytes."""
+        """Returns `count` bytes."""
         if count > len(self._rest):
             block = torch.empty(
                 max(count, _BLOCK_BYTES), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
@@ -34,21 +34,21 @@ class PinnedMemory(threading.local):
 
 @final
 class HostPinning:
-    """Pins memory that somebody else has allocated, and shares with other processes, for a GPU."""
+    """Pins memory for a GPU that was allocated elsewhere, and is shared with other processes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def pin(self, address: int, count: int) -> None:
-        """Pins so many bytes; does nothing without CUDA."""
+        """Pins `count` bytes; does nothing without CUDA."""
         self._call("cudaHostRegister", address, count, _PORTABLE)
 
     def unpin(self, address: int) -> None:
-        """Ends what `pin` began."""
+        """Unpins memory that `pin` has pinned."""
         self._call("cudaHostUnregister", address)
 
     def _call(self, name: str, *arguments: int) -> None:
         if torch.cuda.is_available():
-            with torch.cuda.device(self._device):  # not on the first, which a new thread has
+            with torch.cuda.device(self._device):  # a new thread would use the first device
                 runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                 torch.cuda.check_error(getattr(runtime, name)(*arguments))
