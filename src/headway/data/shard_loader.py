@@ -383,7 +383,7 @@ class ShardLoader:
         return self._split.batch_size
 
     per_rank = False
-    """whether each rank has a state of its own; this loader has one for all ranks"""
+    """whether each rank has its own state; this loader has one for all ranks"""
 
     @property
     def epoch(self) -> int:

@@ -5,7 +5,7 @@
       ledger             locked (exclusive) while space is taken or freed
       slot-0 ...         locked (exclusive) while a shard is copied: limits how many are copied at once
       KEY.part           a shard that is being copied; the process that copies holds a lock (exclusive)
-      KEY.shard          a complete copy, and a line about it; whoever has it mapped holds a lock (shared)
+      KEY.shard          a complete copy, and a line about it; each process that maps it holds a lock (shared)
 
 There is no coordinating process, and a crash leaves nothing to repair: every claim is an `flock` on an open file. If a
 `.part` is not locked, its process has ended, and the next process that needs the shard takes it over. The space in use

@@ -33,7 +33,7 @@ class Workspace(threading.local):
         self._memory: dict[tuple[str | int, ...], Tensor] = {}
 
     def take(self, purpose: str, *shape: int) -> Tensor:
-        """Returns a tensor with any content, which is valid until the same purpose asks for this shape again."""
+        """Returns a tensor with any content, valid until the next call with the same purpose and shape."""
         found = self._memory.get((purpose, *shape))
         if found is None:
             found = self._memory[(purpose, *shape)] = torch.empty(shape)

@@ -70,7 +70,7 @@ def _from_tiff(tiff: bytes) -> int:
 
 
 def turn(pixels: npt.NDArray[np.uint8], tag: int) -> npt.NDArray[np.uint8]:
-    """Returns an image, height x width x 3, turned as its orientation, `tag`, says.
+    """Returns an image, height x width x 3, turned by its EXIF orientation `tag`.
 
     >>> turn(np.arange(6, dtype=np.uint8).reshape(1, 2, 3), 6).shape
     (2, 1, 3)

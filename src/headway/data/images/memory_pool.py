@@ -47,7 +47,7 @@ class MemoryPool:
         return lent
 
     def clear(self) -> None:
-        """Frees all memory that is not lent; what is lent now is freed when nothing refers to it."""
+        """Frees all memory that is not lent; lent memory is freed when nothing refers to it."""
         self._free = {}
 
 

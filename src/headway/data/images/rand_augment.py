@@ -90,7 +90,7 @@ def _words(key: int, count: int) -> npt.NDArray[np.float64]:
 
 
 def _table(*, shear: float, translate: float, rotate: float, color: float, bits: int) -> list[_Operation]:
-    """Returns the operations, given the strongest of each kind. The places in the list are part of what is drawn."""
+    """Returns the operations, given the strongest of each kind. Their order must not change: draws refer to it."""
     return [
         _Operation(_identity, 0, 0, False),
         _Operation(lambda crop, by: _affine(crop, (1, by, 0, 0, 1, 0)), 0, shear, True),

@@ -1,4 +1,4 @@
-"""The transforms of images: settings that say which crops a batch has, for the CPU and the GPU alike.
+"""Image transforms: settings for the crops of a batch, the same for the CPU and the GPU.
 
 hw.data.ShardLoader(shards, batch_size=64, transform=hw.data.MultiCrop())
 """

@@ -40,7 +40,7 @@ class ReadSample:
     late: list[LatePart]
     bad: list[QuarantinedSample]
     place: CropPlace | None = None
-    """where its crops go; None for memory of their own"""
+    """where its crops are written; None if they get their own memory"""
     drawn: tuple[tuple[int, int], list[CropTable]] | None = None
     """its crops for an image of this height and width, if they are drawn already"""
 

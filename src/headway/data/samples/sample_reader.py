@@ -100,8 +100,9 @@ class SampleReader:
         self._pool: ReaderPool | None = None
         self._requested = 0, 0  # samples that were requested from processes, and those that they declined
         if not shards.cached and (gpu is not None or images is None):
-            names, decodes = (reserved, frozenset(decoders)), gpu is None
-            settings = ReaderSettings(shards.sources, shards.max_open, limits, *names, decodes)
+            settings = ReaderSettings(
+                shards.sources, shards.max_open, limits, reserved, frozenset(decoders), decodes=gpu is None
+            )
             if gpu is not None:
                 self._pool = ReaderPool(settings, HostPinning(gpu))
             else:
