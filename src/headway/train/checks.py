@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -148,24 +148,6 @@ def check_monitored(state: LoopState) -> None:
                 f"{setting} is {name!r}, which no epoch has logged so far: give one of {', '.join(known) or 'none'}, "
                 "or log it in every epoch"
             )
-
-
-def not_a_loss(stage: TrainValStage, returned: object) -> UsageError:
-    """Returns the error for what a training step returned instead of a loss."""
-    if not isinstance(returned, Tensor):
-        return UsageError(
-            f"train_step of stage {stage.name!r} returned {type(returned).__name__} instead of a loss: return the "
-            "tensor to call backward() on"
-        )
-    if returned.ndim:
-        return UsageError(
-            f"train_step of stage {stage.name!r} returned a loss of shape {tuple(returned.shape)}: return one "
-            "number, such as loss.mean()"
-        )
-    return UsageError(
-        f"train_step of stage {stage.name!r} returned a loss that depends on no parameter: do not detach it, and "
-        "let the model's parameters require gradients"
-    )
 
 
 def keep_metric(name: str, metric: EpochMetric, world: World) -> None:

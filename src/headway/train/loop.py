@@ -19,6 +19,7 @@ from headway.dist.failure.capture import HEARTBEAT
 from headway.system.failpoints import failpoint
 from headway.train.evaluate.mode import shares_batches, val_batches
 from headway.train.loop_state import LoopState, StageStatus
+from headway.train.model.losses import not_a_loss, weighted
 from headway.train.model.precision import copy_loss
 from headway.train.resume.ledger_writer import stage_losses
 
@@ -72,9 +73,9 @@ def train(state: TrainValState) -> Iterator[None]:
                 with autocast:
                     loss = train_step(batch)
             if type(loss) is tuple:
-                loss, weight = state.weighted(loss)
+                loss, weight = weighted(stage, loss)
             if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
-                raise state.not_a_loss(loss)
+                raise not_a_loss(stage, loss)
             timer.mark_step("backward")
             if update.weighs is None:  # at the first batch of an epoch
                 update.agree_on_weights(weight is not None)

@@ -25,11 +25,12 @@ from headway.system.failpoints import armed
 from headway.system.log import logger
 from headway.train.batches import Pass, open_loader
 from headway.train.diagnose.same_batches import SameBatches
-from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
+from headway.train.metrics.bad_samples import BadSamples
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import AddedMetrics, EpochMetric, check_names
 from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
+from headway.train.model.losses import RecentLosses
 from headway.train.resume.replay import note_batch, read_stand_in
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import find_unregistered
@@ -97,8 +98,7 @@ class LoopState:
         """the steps that were done when the epoch began"""
         self.logged_at = -1
         """the steps that were done at the last log point"""
-        self.recent_losses: list[tuple[int, Tensor, int, Tensor | None]] = []
-        """step, loss, samples and weight, if the step returned one, of the batches since the last log point"""
+        self.recent_losses = RecentLosses()
         self.passes: list[Pass] = []
         """over datasets, in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
@@ -166,7 +166,7 @@ class LoopState:
         media = self.run.media
         if media is None or not media.is_open or (full := self.media_name(name)) is None:
             return
-        step = self.pipe.steps_done + self.in_step  # as the loss of the same step
+        step = self.run.steps_done + self.in_step  # as the loss of the same step
         media.add(full, take(), step=step, stage=self.name, epoch=self.epoch)
 
     def add_metric(self, name: str, metric: EpochMetric) -> None:
@@ -245,23 +245,36 @@ class LoopState:
 
     # --- batches
 
-    def begin_pass(self, loader: Iterable[Any], total: int | None) -> Pass:
+    def begin_pass(
+        self,
+        loader: Iterable[Any],
+        total: int | None,
+        lengths: Sequence[int] | None,
+        uneven: Uneven = "shortest",
+    ) -> Pass:
         """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped.
 
-        `total` is the number of its batches that ranks agree on, if it is known.
+        `lengths` are the batches of all ranks; None if one does not know, and each has at most `total`. Unless all are
+        equal, ranks agree on the batches of each step.
         """
+        if lengths is not None:
+            total = max(lengths) if uneven == "longest" else min(lengths)
         positioned = isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
             saves = self.run.checkpointer
             state = saves.rank_state.loaders.capture(loader) if saves and not positioned else None
             self.passes.append(Pass(total_batches=total, rng_state=state))
-        begun = self.passes[self._passes_begun]
-        begun.rescale(total)
-        begun.loader = loader
-        begun.skip = 0 if positioned else begun.batches_given
+        progress = self.passes[self._passes_begun]
+        progress.rescale(total)
+        progress.loader = loader
+        progress.skip = 0 if positioned else progress.batches_given
         self._passes_begun += 1
         self.run.timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
-        return begun
+        if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:
+            progress.agreement = BatchAgreement(
+                uneven, window=self.batches_per_step, lengths=lengths, given=progress.batches_given
+            )
+        return progress
 
     def device_batches(
         self, loader: Iterable[Any], limit: int | None = None, *, progress: Pass | None = None
@@ -313,34 +326,16 @@ class LoopState:
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
         """Iterates over the batches that are left of a pass."""
-        loaders = self.run.checkpointer.rank_state.loaders if self.run.checkpointer else None
-        if loaders is None or not progress.skip:
-            return loaders.open(loader) if loaders else open_loader(loader)
+        if self.run.checkpointer is None:
+            return open_loader(loader)
+        loaders = self.run.checkpointer.rank_state.loaders
+        if not progress.skip:
+            return loaders.open(loader)
         dist.print_root(
             f"headway: {type(loader).__name__} has no state_dict(): "
             f"{progress.skip:,} batches are read again and left out"
         )
         return loaders.reopen(loader, progress)
-
-    def begin_agreed_pass(
-        self,
-        loader: Iterable[Any],
-        total: int | None,
-        lengths: Sequence[int] | None,
-        uneven: Uneven = "shortest",
-    ) -> Pass:
-        """Begins a pass for which ranks agree on their batches, unless all know that they have equally many.
-
-        `lengths` are the batches of all ranks; None if one does not know, and each has at most `total`.
-        """
-        if lengths is not None:
-            total = max(lengths) if uneven == "longest" else min(lengths)
-        progress = self.begin_pass(loader, total)
-        if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:
-            progress.agreement = BatchAgreement(
-                uneven, window=self.batches_per_step, lengths=lengths, given=progress.batches_given
-            )
-        return progress
 
     def end_pass(self, progress: Pass) -> None:
         """Reports once how many batches were left when the shortest rank ended its pass. All ranks call it."""
@@ -348,7 +343,7 @@ class LoopState:
             self.profiler.stop_if_over()
         HEARTBEAT.set_ended_epoch(self.epoch + 1)  # the others may have batches left, and wait for this rank
         if progress.agreement is not None and not self._uneven_reported:
-            where = f"epoch {self.epoch + 1} of stage {self.name!r} ended at step {self.pipe.steps_done:,}"
+            where = f"epoch {self.epoch + 1} of stage {self.name!r} ended at step {self.run.steps_done:,}"
             self._uneven_reported = report_left(progress.agreement, where, self.advice_for_uneven)
 
     # --- around a run, an epoch and a log point
@@ -389,9 +384,9 @@ class LoopState:
         )
 
     @cached_property
-    def quarantining(self) -> dict[str, QuarantiningLoader]:
-        """The loaders whose bad samples are counted at the log points of training."""
-        return quarantining(self.stage.datasets)
+    def bad_samples(self) -> BadSamples:
+        """The bad samples that are counted at the log points of training."""
+        return BadSamples(self.stage.datasets)
 
     def settle(self) -> None:
         """Finishes what the last step has left to the next one, before anything of it is looked at or saved."""
@@ -400,7 +395,7 @@ class LoopState:
         """Logs what was put off until now."""
         self.meter.first_batch = self.same_batches.number
         if self.steps_done != self.logged_at:
-            log_bad(self.quarantining, self.meter)
+            self.bad_samples.log(self.meter)
             for name, optimizer in self.stepped_optimizers().items():
                 schedule = self.run.schedules.get(name)
                 log_learning_rates(name, optimizer, self.meter, used=schedule.used if schedule else ())
@@ -412,7 +407,7 @@ class LoopState:
     def examine(self, point: LogPoint) -> None:
         """Looks at the result of a log point; may stop the run."""
         self.same_batches.check(point, is_root=self.pipe.world.is_root)
-        check_bad(self.quarantining, point)
+        self.bad_samples.check(point)
         check_names(self.epoch_metrics, point.values)
 
     def log_after_epoch(self) -> None:
@@ -446,7 +441,7 @@ class LoopState:
             self.status = StageStatus.STOPPING if self.status.in_epoch else StageStatus.STOPPED
             if self.pipe.world.is_root:
                 logger.info(
-                    f"stage {self.name!r} ends early, in epoch {epoch} at step {self.pipe.steps_done:,}: "
+                    f"stage {self.name!r} ends early, in epoch {epoch} at step {self.run.steps_done:,}: "
                     f"{stopping.describe()}"
                 )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from headway.errors import UsageError, unknown_name
+from headway.errors import UsageError
 from headway.record.media.content import (
     Figure,
     ImageLike,
@@ -310,7 +310,7 @@ class Stage(ABC):
             raise missing_dataset(self, name)
         finish_open_steps(state)
         lengths = gather_lengths(count_batches(loader, None), self.device)
-        progress = state.begin_agreed_pass(loader, None, lengths)
+        progress = state.begin_pass(loader, None, lengths)
         beside = progress.batches_given > 0 and not progress.done  # whether the step is that of another pass
         try:
             for batch in state.device_batches(loader, progress=progress):
@@ -347,9 +347,7 @@ class Stage(ABC):
         loss.backward()
         self.step_optimizer("adamw")
         """
-        optimizer = self.pipe.optimizers.get(name)
-        if optimizer is None:
-            raise unknown_name("optimizer of the pipeline", name, self.pipe.optimizers)
+        optimizer = self.pipe.optimizers[name]
         optimizer.step()
         for follow in followers_of(self._loop.run, [optimizer]):
             follow()

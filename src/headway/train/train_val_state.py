@@ -12,24 +12,22 @@ from numbers import Real
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from headway.dist.collective.exchange import gather_rows
-from headway.dist.device import exact_dtype
 from headway.errors import HeadwayError, UsageError
-from headway.system.text import shorten_list
 from headway.train.batches import Pass, count_batches
-from headway.train.checks import check_equal, check_optimizers, not_a_loss
+from headway.train.checks import check_equal, check_optimizers
 from headway.train.diagnose import evidence
 from headway.train.evaluate.mode import evaluating
 from headway.train.evaluate.val_schedule import ValSchedule
 from headway.train.loop_state import VALIDATE, LoopState
-from headway.train.metrics.bad_samples import QuarantiningLoader, check_bad, log_bad, quarantining
+from headway.train.metrics.bad_samples import BadSamples
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, metrics_of_set
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
+from headway.train.model.losses import weighs_some, weighted
 from headway.train.model.optimizer_step import OptimizerStep
 from headway.train.model.precision import MixedPrecision, deterministic
 from headway.train.resume.unsaved import find_unregistered
@@ -185,7 +183,7 @@ class TrainValState(LoopState):
         lengths = gather_lengths(count_batches(loader, limit) if known else None, self.device)
         if uneven is None:
             check_equal(self.stage, lengths)
-        progress = self.begin_agreed_pass(loader, limit, lengths, uneven or "shortest")
+        progress = self.begin_pass(loader, limit, lengths, uneven or "shortest")
         return progress, self.device_batches(loader, limit, progress=progress)
 
     def _train_limit(self, loader: Iterable[Any]) -> int | None:
@@ -253,41 +251,9 @@ class TrainValState(LoopState):
 
     # --- a step
 
-    def weighted(self, returned: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """Returns the mean loss of a batch and its weight, such as its tokens, from what a step returned.
-
-        The mean over no token, of weight 0, is NaN; it is returned as 0, since NaN times 0 is NaN.
-        """
-        if len(returned) != 2 or not isinstance(returned[0], Tensor):
-            raise not_a_loss(self.stage, returned)
-        loss, weight = returned
-        valid = (
-            weight.ndim == 0
-            if isinstance(weight, Tensor)
-            else isinstance(weight, int | float | np.number) and 0 <= weight < math.inf
-        )
-        if not valid:
-            raise UsageError(
-                f"stage {self.name!r} returned the weight {weight!r:.80} with its loss: give a number of at least 0, "
-                "or a tensor with one, such as (labels != -100).sum()"
-            )
-        exact = torch.as_tensor(weight, dtype=exact_dtype(self.device), device=self.device).detach()
-        return torch.where(exact != 0, loss, 0.0), exact
-
-    def weighs_some(self, ranks: Sequence[int] = ()) -> UsageError:
-        """A mean over samples and one over tokens, say, have no mean."""
-        where = f"on rank {shorten_list(ranks)} only" if ranks else "of some batches only"
-        return UsageError(
-            f"stage {self.name!r} returned a weight with the loss {where}: return (loss, weight) for all batches, or "
-            "for none"
-        )
-
     def stepped_optimizers(self) -> Mapping[str, Optimizer]:
         mine = self.stage.optimizers()
         return {name: each for name, each in self.pipe.optimizers.items() if any(each is one for one in mine)}
-
-    def not_a_loss(self, returned: object) -> UsageError:
-        return not_a_loss(self.stage, returned)
 
     def is_default(self, name: str) -> bool:
         """Whether a method is headway's own: neither overridden in a class nor assigned to the stage."""
@@ -296,16 +262,18 @@ class TrainValState(LoopState):
     # --- a log point
 
     @cached_property
-    def quarantining(self) -> dict[str, QuarantiningLoader]:
-        return {
-            name: each for name, each in super().quarantining.items() if name not in self.val_quarantining
-        }
+    def bad_samples(self) -> BadSamples:
+        return self._bad_samples(in_validation=False)
 
     @cached_property
-    def val_quarantining(self) -> dict[str, QuarantiningLoader]:
-        """The loaders whose bad samples are counted at the end of a validation, if they count them."""
-        used = {id(loader) for loader in self.val_loaders().values()}
-        return quarantining({name: each for name, each in self.stage.datasets.items() if id(each) in used})
+    def val_bad_samples(self) -> BadSamples:
+        """The bad samples of the datasets that are validated on, counted at the end of each validation."""
+        return self._bad_samples(in_validation=True)
+
+    def _bad_samples(self, *, in_validation: bool) -> BadSamples:
+        val = {id(loader) for loader in self.val_loaders().values()}
+        datasets = self.stage.datasets.items()
+        return BadSamples({name: each for name, each in datasets if (id(each) in val) is in_validation})
 
     def settle(self) -> None:
         self.optimizer_step.settle()
@@ -313,30 +281,13 @@ class TrainValState(LoopState):
     def before_log_point(self) -> None:
         self.settle()
         super().before_log_point()
-        steps = len(self.recent_losses)
-        # a batch without a sample, such as a repeated one, has no part in the mean
-        self.recent_losses[:] = [one for one in self.recent_losses if one[2] or one[3] is not None]
-        if steps and not self.recent_losses:  # but ranks log the same names
-            self.log_own(self.stage.loss_metric_name(), 0.0, weight=0)
-        if self.recent_losses:
-            losses = torch.stack([loss for _, loss, _, _ in self.recent_losses])
-            counts = [count for _, _, count, _ in self.recent_losses]
-            if not all(isinstance(count, Real) for count in counts):
-                self.checked_count(self.batch)
-            self.samples = sum(counts)
-            given = [weight for _, _, _, weight in self.recent_losses if weight is not None]
-            self.optimizer_step.weighs = bool(given)
-            total: Tensor | float = max(self.samples, 1)
-            if given:
-                weights = torch.stack(given)
-                total = weights.sum()
-                mean = losses.to(weights.dtype) @ weights / total.clamp(min=1e-30)
-            elif min(counts) == max(counts):
-                mean = losses.mean(dtype=exact_dtype(losses.device))  # one kernel
-            else:
-                weights = torch.tensor(counts, dtype=exact_dtype(losses.device), device=losses.device)
-                mean = losses.to(weights.dtype) @ weights / total
-            self.log_own(self.stage.loss_metric_name(), mean, weight=total)
+        if recent := self.recent_losses:
+            recent.drop_empty()
+            if not all(isinstance(count, Real) for count in recent.samples()):
+                self.checked_count(self.batch)  # raises
+            self.samples = sum(recent.samples())
+            mean, weight = recent.mean()  # of weight 0 if no batch is left, so that ranks log the same names
+            self.log_own(self.stage.loss_metric_name(), mean, weight=weight)
         if self.precision.scaler is not None and self.steps_done != self.logged_at:
             self.log_own("loss_scale", self.precision.scaler.get_scale(), reduce="last")
 
@@ -345,9 +296,8 @@ class TrainValState(LoopState):
         super().examine(point)
         prefix = self.stage.train_metric_prefix()
         if ranks := point.not_finite.get(prefix + self.stage.loss_metric_name()):
-            bad = [step for step, loss, _, _ in self.recent_losses if not loss.isfinite()]
-            mine = torch.tensor([bad[0] if bad else evidence.UNKNOWN_STEP], device=self.device)
-            steps = gather_rows(mine)[:, 0]
+            bad = (step for step, loss, _, _ in self.recent_losses if not loss.isfinite())
+            steps = gather_rows(torch.tensor([next(bad, evidence.UNKNOWN_STEP)], device=self.device))[:, 0]
             first, rank = int(steps.min()), int(steps.argmin())
             who = ", ".join(str(rank) for rank in ranks)
             known = evidence.explain_non_finite_loss(
@@ -434,14 +384,14 @@ class TrainValState(LoopState):
         if returned is None:
             return
         weighs = type(returned) is tuple
-        loss, weight = self.weighted(returned) if weighs else (returned, self.checked_count(batch))
+        loss, weight = weighted(self.stage, returned) if weighs else (returned, self.checked_count(batch))
         if self._set_weighs.setdefault(self.val_prefix, weighs) is not weighs:
-            raise self.weighs_some()
+            raise weighs_some(self.stage)
         self.log_own(self.stage.loss_metric_name(), loss, weight=weight)
 
     def reduce_validation(self) -> LogPoint:
         """Reduces what all ranks have logged in a validation, and counts their bad samples."""
-        log_bad(self.val_quarantining, self.val_meter)
+        self.val_bad_samples.log(self.val_meter)
         return self.val_meter.reduce()
 
     def end_validation(self, point: LogPoint) -> None:
@@ -458,7 +408,7 @@ class TrainValState(LoopState):
         if self.run.checkpointer:
             self.run.checkpointer.after_validation(self)
         self.run.timer.stop()
-        check_bad(self.val_quarantining, point)
+        self.val_bad_samples.check(point)
 
     def note_validation(self) -> None:
         """Notes that the validation that was due has been made, or has nothing to validate on."""

@@ -23,7 +23,7 @@ from headway.train.evaluate.session import (
     find_dataset,
     session,
 )
-from headway.train.metrics.bad_samples import check_bad, log_bad, quarantining
+from headway.train.metrics.bad_samples import BadSamples
 from headway.train.metrics.epoch_metrics import compute_metrics
 from headway.train.metrics.meter import Value
 from headway.train.settings import limit_batches
@@ -98,7 +98,7 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
         for loader in named.values()
     ]
     progress = EvalProgress(what, None if None in counts else sum(count or 0 for count in counts))
-    bad = quarantining(named)
+    bad_samples = BadSamples(named)
     loaders = {state.prefix_of(name): each for name, each in named.items()}
     taken = dict.fromkeys(loaders, 0)
     with state.computing(), reading_from_start(state.run, named.values()):
@@ -112,11 +112,11 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
                 state.log_val_loss(loss, batch)
                 progress.step()
         _check_taken(state, [*named], [*taken.values()])
-        log_bad(bad, state.val_meter)
+        bad_samples.log(state.val_meter)
         point = state.val_meter.reduce()
         state.val_meter.finish_epoch()
         values = compute_metrics(state.set_metrics, point.values)
-        check_bad(bad, point)
+        bad_samples.check(point)
     return values
 
 

@@ -18,7 +18,7 @@ from headway.checkpoint.weights.loading import has_averages, load_weights
 from headway.checkpoint.weights.readers import read_stamps
 from headway.dist.collective.guard import from_root
 from headway.dist.shared_run import open_run
-from headway.errors import NoValidCheckpoint, UsageError, unknown_name
+from headway.errors import NoValidCheckpoint, UsageError
 from headway.run import Run, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
 from headway.system import files
@@ -102,8 +102,6 @@ def session(
 def find_dataset(pipe: Pipeline, dataset: str | Iterable[Any]) -> Iterable[Any]:
     """Returns a registered dataset by its name, or the loader that was given."""
     if isinstance(dataset, str):
-        if dataset not in pipe.datasets:
-            raise unknown_name("dataset of the pipeline", dataset, pipe.datasets)
         return pipe.datasets[dataset]
     if not isinstance(dataset, Iterable):
         raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 from headway.train.metrics.meter import LogPoint, MetricAccumulator
 
@@ -19,24 +19,25 @@ class QuarantiningLoader(Protocol):
         """Raises on all ranks if they have too many bad samples, given those of all ranks since the last call."""
 
 
-def quarantining(datasets: Mapping[str, Iterable[Any]]) -> dict[str, QuarantiningLoader]:
-    """Returns the loaders that count bad samples, by the name of their metric."""
-    return {
-        f"data/{name}/bad": loader
-        for name, loader in datasets.items()
-        if isinstance(loader, QuarantiningLoader)
-    }
+@final
+class BadSamples:
+    """The bad samples of those datasets whose loaders count them, as the metric `data/NAME/bad` of each."""
 
+    def __init__(self, datasets: Mapping[str, Iterable[Any]]) -> None:
+        self._loaders = {
+            f"data/{name}/bad": loader
+            for name, loader in datasets.items()
+            if isinstance(loader, QuarantiningLoader)
+        }
 
-def log_bad(loaders: Mapping[str, QuarantiningLoader], meter: MetricAccumulator) -> None:
-    """Logs the bad samples of this rank since the last log point, also if it has no good one."""
-    for name, loader in loaders.items():
-        meter.log(name, loader.take_bad(), reduce="sum", group="data")
+    def log(self, meter: MetricAccumulator) -> None:
+        """Logs the bad samples of this rank since the last log point, even if it has no good ones."""
+        for name, loader in self._loaders.items():
+            meter.log(name, loader.take_bad(), reduce="sum", group="data")
 
-
-def check_bad(loaders: Mapping[str, QuarantiningLoader], point: LogPoint) -> None:
-    """Raises on all ranks if a loader has too many bad samples on all ranks together."""
-    for name, loader in loaders.items():
-        new = point.values.get(name)
-        if isinstance(new, float) and new:
-            loader.check_bad(round(new))
+    def check(self, point: LogPoint) -> None:
+        """Raises on all ranks if a loader has too many bad samples over all ranks."""
+        for name, loader in self._loaders.items():
+            new = point.values.get(name)
+            if isinstance(new, float) and new:
+                loader.check_bad(round(new))

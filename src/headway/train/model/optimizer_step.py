@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from headway.dist.collective.exchange import gather_rows
 from headway.dist.device import exact_dtype
 from headway.errors import HeadwayError, UsageError
+from headway.train.model.losses import SMALLEST_WEIGHT, weighs_some
 from headway.train.model.mesh_groups import total_norm
 from headway.train.model.precision import HostReadback
 from headway.train.model.zero_grad import fast_zero_grad
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from headway.train.model.schedules import Schedule
     from headway.train.run_state import RunState
     from headway.train.train_val_state import TrainValState
-
-_SMALLEST_WEIGHT = 1e-30  # of a step: one without any token has a gradient of 0
 
 
 def check_norm(name: str, norm: object) -> None:
@@ -79,10 +78,8 @@ class OptimizerStep:
         It is the mean over samples, or by the weights that the step returned. The weights of a window are not known
         before its last forward pass; then its gradients are those of a sum, and `apply_update` divides them.
         """
-        recent = self._state.recent_losses
-        if (recent[-1][3] is not None if recent else self.weighs) is (weight is None):
-            raise self._state.weighs_some()
-        self.weighs = weight is not None
+        if self.weighs is (weight is None):
+            raise weighs_some(self._state.stage)
         if weight is None:
             if number == 0:
                 self._shares = self._sample_shares(window)
@@ -104,7 +101,7 @@ class OptimizerStep:
             table = gather_rows(torch.tensor([float(weighs)], device=self._state.device))
             ranks = table[:, 0].nonzero()[:, 0].tolist()
             if 0 < len(ranks) < len(table):
-                raise self._state.weighs_some(ranks)
+                raise weighs_some(self._state.stage, ranks)
         self.weighs = weighs
 
     def _ranks_per_weight(self, weight: Tensor) -> Tensor:
@@ -112,7 +109,7 @@ class OptimizerStep:
         total, size = weight.clone(), self._state.pipe.world.world_size
         if size > 1:
             c10d.all_reduce(total)
-        return size / total.clamp(min=_SMALLEST_WEIGHT)
+        return size / total.clamp(min=SMALLEST_WEIGHT)
 
     def _choose_unit(self, weight: Tensor) -> Tensor:
         """Returns a power of two near the weights, the same on all ranks, in which to count them.
