@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,6 @@ Array: TypeAlias = npt.NDArray[np.float64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Sums: TypeAlias = tuple[Array, float]
 """the accumulated values of a metric, flat, and their total weight"""
-Key: TypeAlias = tuple[str, str, tuple[int, ...], str]
-"""name, reduction, shape, group: what ranks must agree on"""
 
 _START = {
     "mean": 0.0,
@@ -52,23 +50,29 @@ _START = {
 _HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch
 
 
+class MetricKey(NamedTuple):
+    """What ranks must agree on about a metric."""
+
+    name: str
+    reduction: str
+    shape: tuple[int, ...]
+    group: str = ""
+
+
 @final
 class Cell:
     """Accumulates one metric between two log points: numbers on the host, tensors on their device."""
 
-    def __init__(
-        self, name: str, reduction: Reduction, shape: tuple[int, ...], group: str, device: torch.device
-    ) -> None:
-        self.name, self.reduction, self.shape = name, reduction, shape
-        self.key: Key = (name, reduction, shape, group)
-        self.total = torch.full(shape, _START[reduction], dtype=exact_dtype(device), device=device)
-        self.host = _START[reduction]
-        # of a mean; else how many values count
+    def __init__(self, key: MetricKey, device: torch.device) -> None:
+        self.key, self.reduction, self.shape = key, key.reduction, key.shape
+        self.total = torch.full(key.shape, _START[key.reduction], dtype=exact_dtype(device), device=device)
+        self.host = _START[key.reduction]
+        # the total weight of a mean; of another reduction, the number of values that count
         self.weight = 0.0  # on the host, as most weights are batch sizes
         self.device_weight: Tensor | None = None  # for weights that are tensors, such as token counts
 
     def add(self, value: Tensor | float, weight: Tensor | float) -> None:
-        """Adds a value, which does not count if its weight is 0; the host does not know that of a tensor."""
+        """Adds a value. One of weight 0 does not count; if the weight is a tensor, only the device knows that."""
         if isinstance(value, Tensor):
             value = value.detach()
             if value.ndim and value.device != self.total.device:  # a single number may be on any device
@@ -180,7 +184,7 @@ class MetricAccumulator:
         """what tells the first batch of this rank from those of others, for the next log point; 0 for nothing"""
         self._cells: dict[str, Cell] = {}  # of scope "global"
         self._rank_cells: dict[str, Cell] = {}  # of scope "rank"
-        self._agreed: tuple[Key, ...] = ()
+        self._agreed: tuple[MetricKey, ...] = ()
         self._epoch: dict[str, Sums] = {}  # name -> sums and weight over the log points of this epoch
 
     def log(
@@ -239,12 +243,12 @@ class MetricAccumulator:
                 f"metric {name!r} is of type {type(value).__name__}: log a number or a tensor, on any device"
             )
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        cells[name] = Cell(name, reduce, shape, group, self._device)
+        cells[name] = Cell(MetricKey(name, reduce, shape, group), self._device)
         return cells[name]
 
     def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
         """Holds a log point: reduces what all ranks have logged since the last one, and exchanges their flags."""
-        mine, agreed = self._keys(), _hash(self._agreed)
+        mine, agreed = tuple(cell.key for cell in self._cells.values()), _hash(self._agreed)
         counts = 0.0 if self._repeats_batches else 1.0
         header = [_hash(_adopt(mine, self._agreed)), flags, busy, counts, self.first_batch]
         table = self._gather(self._agreed, header)
@@ -267,7 +271,9 @@ class MetricAccumulator:
 
     def finish_epoch(self) -> dict[str, Value]:
         """Returns the metrics over all log points since the last call, and resets them."""
-        found = {key[0]: _value(key, self._epoch[key[0]]) for key in self._agreed if key[0] in self._epoch}
+        found = {
+            key.name: _value(key, self._epoch[key.name]) for key in self._agreed if key.name in self._epoch
+        }
         self._epoch = {}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -279,19 +285,16 @@ class MetricAccumulator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._agreed = tuple(_key([*key, ""]) for key in state["keys"])
+        self._agreed = tuple(map(_read_key, state["keys"]))
         self._epoch = {name: (np.array(sums[:-1]), sums[-1]) for name, sums in state["epoch"].items()}
         for key in self._agreed:
-            self._cells[key[0]] = Cell(*key, self._device)  # type: ignore[arg-type]
+            self._cells[key.name] = Cell(key, self._device)
 
     # --- between ranks
 
-    def _keys(self) -> tuple[Key, ...]:
-        return tuple(sorted(cell.key for cell in self._cells.values()))
-
-    def _gather(self, keys: Sequence[Key], header: Sequence[float] = ()) -> Array:
+    def _gather(self, keys: Sequence[MetricKey], header: Sequence[float] = ()) -> Array:
         """Returns a row of each rank (header, weights and sums in the order of `keys`) and resets the cells."""
-        cells = [self._cells.get(key[0]) or Cell(*key, self._device) for key in keys]  # type: ignore[arg-type]
+        cells = [self._cells.get(key.name) or Cell(key, self._device) for key in keys]
         numbers = [*header, *(cell.weight for cell in cells)]
         if rank_and_size()[1] == 1 and all(cell.device_weight is None for cell in cells):
             sums = [cell.sums() for cell in cells]  # values on the host stay there
@@ -314,7 +317,7 @@ class MetricAccumulator:
         return torch.cat([first, *(cell.sums() for cell in cells)])
 
     def _reduce_table(
-        self, keys: Sequence[Key], table: Array, counted: Mask
+        self, keys: Sequence[MetricKey], table: Array, counted: Mask
     ) -> dict[str, tuple[Value, list[int]]]:
         """Returns the value of each metric that was logged, and the ranks that contributed a non-finite sum.
 
@@ -324,19 +327,20 @@ class MetricAccumulator:
         at = len(keys)
         with np.errstate(all="ignore"):  # non-finite values are reported by rank, not by numpy's warnings
             for place, key in enumerate(keys):
-                name, reduction, shape, _ = key
-                size = math.prod(shape)
+                size = math.prod(key.shape)
                 sums, weights = table[:, at : at + size], table[:, place]
                 at += size
-                now = _merge_ranks(sums, weights, reduction, counted)
+                now = _merge_ranks(sums, weights, key.reduction, counted)
                 value = _value(key, now)
                 if value is None:
                     continue
                 finite = np.isfinite(sums)
                 bad = [] if finite.all() else np.flatnonzero(~finite.all(axis=1) & (weights != 0)).tolist()
-                found[name] = value, bad
-                before = self._epoch.get(name)
-                self._epoch[name] = now if before is None else _merge_log_points(before, now, reduction)
+                found[key.name] = value, bad
+                before = self._epoch.get(key.name)
+                self._epoch[key.name] = (
+                    now if before is None else _merge_log_points(before, now, key.reduction)
+                )
         return found
 
     def _take_local(self, cell: Cell) -> Sums:
@@ -347,12 +351,12 @@ class MetricAccumulator:
         return sums, weight
 
 
-def _value(key: Key, sums: Sums) -> Value | None:
+def _value(key: MetricKey, sums: Sums) -> Value | None:
     """Returns the value of a metric from its sums and weight; None if nothing was logged."""
     total, weight = sums
     if weight == 0:
         return None
-    plain: Value = (total / weight if key[1] == "mean" else total).reshape(key[2]).tolist()
+    plain: Value = (total / weight if key.reduction == "mean" else total).reshape(key.shape).tolist()
     return plain
 
 
@@ -388,23 +392,22 @@ def _merge_log_points(before: Sums, now: Sums, reduction: str) -> Sums:
     return total, before[1] + now[1]
 
 
-def _adopt(mine: tuple[Key, ...], agreed: tuple[Key, ...]) -> tuple[Key, ...]:
-    """Returns the keys of a rank, and those of the groups of which it has logged nothing."""
-    groups = {group for *_, group in mine}
-    return mine + tuple(key for key in agreed if key[3] not in groups)
+def _adopt(mine: tuple[MetricKey, ...], agreed: tuple[MetricKey, ...]) -> tuple[MetricKey, ...]:
+    """Returns the keys of a rank, and the agreed keys of groups in which it has logged nothing."""
+    groups = {key.group for key in mine}
+    return mine + tuple(key for key in agreed if key.group not in groups)
 
 
-def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
-    """Exchanges the lists of keys; raises `UsageError` unless ranks that logged any of a group logged the same."""
-    lists = [
-        tuple(map(_key, keys)) for keys in RankExchange("agree on their metrics").all_gather(lambda: mine)
-    ]
+def _agree(mine: tuple[MetricKey, ...]) -> tuple[MetricKey, ...]:
+    """Exchanges the lists of keys; raises `UsageError` unless all ranks that logged to a group logged the same keys."""
+    exchanged = RankExchange("agree on their metrics").all_gather(lambda: mine)
+    lists = [[_read_key(key) for key in keys] for keys in exchanged]
     every = sorted({key for keys in lists for key in keys})
-    names, groups = Counter(key[0] for key in every), [{group for *_, group in keys} for keys in lists]
+    names, groups = Counter(key.name for key in every), [{key.group for key in keys} for keys in lists]
     different = {}
     for key in every:
         ranks = [rank for rank, keys in enumerate(lists) if key in keys]
-        if len(ranks) < sum(key[3] in each for each in groups) or names[key[0]] > 1:
+        if len(ranks) < sum(key.group in logged for logged in groups) or names[key.name] > 1:
             different[key] = ranks
     if different:
         raise UsageError(_mismatch(different))
@@ -412,22 +415,23 @@ def _agree(mine: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 @lru_cache(maxsize=64)
-def _hash(keys: tuple[Key, ...]) -> float:
+def _hash(keys: tuple[MetricKey, ...]) -> float:
     """Returns 48 bits of the keys' hash: an integer that a double holds exactly."""
     digest = hashlib.blake2b(json.dumps(sorted(keys)).encode(), digest_size=6).digest()
     return float(int.from_bytes(digest, "little"))
 
 
-def _key(key: Sequence[Any]) -> Key:
-    name, reduction, shape, group = key
-    return name, reduction, tuple(shape), group
+def _read_key(key: Sequence[Any]) -> MetricKey:
+    """Returns a key from the list that JSON makes of it."""
+    name, reduction, shape, *group = key
+    return MetricKey(name, reduction, tuple(shape), *group)
 
 
-def _mismatch(different: Mapping[Key, Sequence[int]]) -> str:
+def _mismatch(different: Mapping[MetricKey, Sequence[int]]) -> str:
     parts = []
-    for (name, reduction, shape, _), ranks in different.items():
-        kind = f"{reduction} of shape {shape}" if shape else reduction
-        parts.append(f"{name!r} ({kind}) on rank {', '.join(map(str, ranks))} only")
+    for key, ranks in different.items():
+        kind = f"{key.reduction} of shape {key.shape}" if key.shape else key.reduction
+        parts.append(f"{key.name!r} ({kind}) on rank {', '.join(map(str, ranks))} only")
     return (
         f"ranks log different metrics: {'; '.join(parts)}. Log the same names on every rank (with weight=0 where "
         'there is nothing to count), or use scope="rank"'
