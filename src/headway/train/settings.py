@@ -242,12 +242,19 @@ class CheckpointOptions(TypedDict, total=False):
     background: bool
 
 
+def check_setting_names(
+    owner: str, given: Iterable[str], settings: type[TrainSettings | CheckpointSettings]
+) -> None:
+    """Raises `UsageError` for a name that is not one of the settings."""
+    known = [field.name for field in fields(settings)]
+    for name in given:
+        if name not in known:
+            raise unknown_name(f"setting of {owner}", name, known)
+
+
 def checkpoint_settings(options: CheckpointOptions) -> CheckpointSettings:
     """Returns the settings for the arguments of `enable_checkpointing`, with what the environment overrides."""
-    known = [field.name for field in fields(CheckpointSettings)]
-    for name in options:
-        if name not in known:
-            raise unknown_name("setting of enable_checkpointing", name, known)
+    check_setting_names("enable_checkpointing", options, CheckpointSettings)
     if environment.SAVE_EVERY in os.environ:
         options["every"] = os.environ[environment.SAVE_EVERY]
     if not environment.is_on(environment.SAVE_IN_BACKGROUND, default=True):

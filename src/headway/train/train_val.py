@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, TypeAlias, Unpack, final
 
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from headway.errors import unknown_name
 from headway.train import loop
 from headway.train.batches import missing_dataset
 from headway.train.model.mesh_groups import group_by_mesh
 from headway.train.model.zero_grad import fast_zero_grad
-from headway.train.settings import TrainOptions, TrainSettings
+from headway.train.settings import TrainOptions, TrainSettings, check_setting_names
 from headway.train.stage import Stage
 from headway.train.train_val_state import TrainValState
 
@@ -43,10 +41,7 @@ class TrainValStage(Stage):
     _loop: TrainValState
 
     def __init__(self, **settings: Unpack[TrainOptions]) -> None:
-        known = [field.name for field in fields(TrainSettings)]
-        for name in settings:
-            if name not in known:
-                raise unknown_name(f"setting of {type(self).__name__}", name, known)
+        check_setting_names(type(self).__name__, settings, TrainSettings)
         vars(self)["_loop"] = TrainValState(self, TrainSettings(**settings), base=TrainValStage)
 
     # --- what you write

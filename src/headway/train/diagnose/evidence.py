@@ -47,11 +47,11 @@ def explain_out_of_memory(state: LoopState) -> Iterator[None]:
 
 
 def _out_of_memory(error: torch.OutOfMemoryError, state: LoopState) -> str:
-    pipe = state.pipe
+    pipe, step = state.pipe, state.run.steps_done + 1
     calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     phase = next((words for name, words in _PHASES.items() if name in calls), "forward pass")
     known = [
-        f"rank {pipe.world.rank} ran out of memory on {pipe.device} in the {phase} of step {pipe.steps_done + 1}",
+        f"rank {pipe.world.rank} ran out of memory on {pipe.device} in the {phase} of step {step}",
         f"the batch has {shapes(state.batch)}",
     ]
     if pipe.device.type == "cuda":

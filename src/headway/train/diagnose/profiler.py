@@ -2,8 +2,8 @@
 
     stage.enable_profiler(steps="20-25")         or, for a script that is not edited, HEADWAY_PROFILE=20-25
 
-Outside of the window nothing is called: the batches before it and after it come through `itertools`, which has no
-frames, and the generator that starts and stops the trace is only entered for the window itself.
+Outside the window, no Python function is called: the batches before and after it come through `itertools`, which has no
+frames, and the generator that starts and stops the trace is entered only for the window itself.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from headway.train.diagnose.window_trace import WindowTrace
 
 if TYPE_CHECKING:
     from headway.train.loop_state import LoopState
-    from headway.train.stage import Stage
 
-_MOST_STEPS = 1000
-"""of a window: a trace of more cannot be looked at"""
+_MAX_STEPS = 1000
+"""of a window: no viewer shows a longer trace"""
 _END = object()
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProfilerSettings:
-    """Which steps are traced, by which ranks, and whether memory is, too."""
+    """Which steps are traced, on which ranks, and whether with memory."""
 
     steps: str | int
     """the first and the last, from 1, as in "20-25", or one step alone"""
     ranks: Sequence[int] = (0,)
     memory: bool = False
     of_run: bool = False
-    """whether steps are counted through all stages, as in the metrics, and not in the stage alone"""
+    """whether steps are those of the run, counted through all stages, rather than of the stage"""
 
     def __post_init__(self) -> None:
         given: object = self.ranks  # a caller without a type checker may give anything
@@ -60,15 +59,15 @@ class ProfilerSettings:
             raise UsageError(
                 f'{self.steps!r:.80} is not a window of steps: give the first and the last, such as "20-25"'
             )
-        if last - first >= _MOST_STEPS:
+        if last - first >= _MAX_STEPS:
             raise UsageError(
-                f"a window of {last - first + 1:,} steps is too long: give at most {_MOST_STEPS:,}"
+                f"a window of {last - first + 1:,} steps is too long: give at most {_MAX_STEPS:,}"
             )
         return first, last
 
 
 def asked_window() -> ProfilerSettings | None:
-    """Returns what HEADWAY_PROFILE asks for; None if it is not set. `UsageError` if that is no window of steps."""
+    """Returns the window of HEADWAY_PROFILE; None if it is not set. Raises `UsageError` if it is not a valid window."""
     text = os.environ.get(environment.PROFILE)
     try:
         return ProfilerSettings(steps=text, of_run=True) if text else None
@@ -78,7 +77,7 @@ def asked_window() -> ProfilerSettings | None:
 
 @contextmanager
 def profiling(state: LoopState) -> Iterator[None]:
-    """Surrounds all epochs of a stage: traces the window that HEADWAY_PROFILE or else it names, if this rank is to."""
+    """Surrounds all epochs of a stage: traces the window of HEADWAY_PROFILE or of its settings, on some ranks."""
     asked, settings = asked_window(), state.profiler_settings
     if asked is not None and settings is not None:
         logger.info(
@@ -89,7 +88,7 @@ def profiling(state: LoopState) -> Iterator[None]:
     if settings is None or state.pipe.world.rank not in settings.ranks:
         yield
         return
-    state.profiler = profiler = StageProfiler(state.stage, settings)
+    state.profiler = profiler = StageProfiler(state, settings)
     try:
         yield
         profiler.finish()
@@ -102,13 +101,13 @@ def profiling(state: LoopState) -> Iterator[None]:
 class StageProfiler:
     """Starts and stops the trace of one stage, from the batches that the loop asks for."""
 
-    def __init__(self, stage: Stage, settings: ProfilerSettings) -> None:
-        self._stage, self._settings = stage, settings
+    def __init__(self, state: LoopState, settings: ProfilerSettings) -> None:
+        self._state, self._settings = state, settings
         self._first, self._last = settings.window
         self._trace: WindowTrace | None = None
         self._over = False
         """whether the window has been traced, or was passed before this stage began"""
-        resumed = not settings.of_run or stage.steps_done > 0  # else an earlier stage has made those steps
+        resumed = not settings.of_run or state.steps_done > 0  # else an earlier stage has made those steps
         if self._steps_done >= self._last:
             self._over = True
             if resumed:
@@ -125,11 +124,11 @@ class StageProfiler:
     @property
     def _what(self) -> str:
         first, last = self._settings.window
-        return f"the window {first}-{last} of stage {self._stage.name!r}"
+        return f"the window {first}-{last} of stage {self._state.name!r}"
 
     @property
     def _steps_done(self) -> int:
-        return self._stage.pipe.steps_done if self._settings.of_run else self._stage.steps_done
+        return self._state.run.steps_done if self._settings.of_run else self._state.steps_done
 
     def wrap(self, batches: Iterator[Any], per_step: int) -> Iterator[Any]:
         """Returns the batches of a pass; those of the window come through a generator that traces them."""
@@ -139,33 +138,34 @@ class StageProfiler:
         return chain(islice(batches, before), self._window(batches), batches)
 
     def _window(self, batches: Iterator[Any]) -> Iterator[Any]:
+        run = self._state.run
         while self._steps_done < self._first - 1:  # of passes side by side, another one counts steps, too
             batch = next(batches, _END)
             if batch is _END:
                 return
             yield batch
         if self._trace is None and not self._over:
-            self._trace = WindowTrace(self._stage, memory=self._settings.memory)
+            self._trace = WindowTrace(self._state, memory=self._settings.memory)
         while self._trace is not None and self._steps_done < self._last:
-            self._trace.wait_for_data(self._stage.pipe.steps_done + 1)
+            self._trace.wait_for_data(run.steps_done + 1)
             batch = next(batches, _END)
             if batch is _END:
-                self._trace.end_pass(self._stage.pipe.steps_done + 1)
+                self._trace.end_pass(run.steps_done + 1)
                 return  # the loop may make one more step, of an accumulation that is not full
-            self._trace.begin_step(self._stage.pipe.steps_done + 1)
+            self._trace.begin_step(run.steps_done + 1)
             yield batch
         self.stop_if_over()
 
     def stop_if_over(self) -> None:
-        """Ends the trace if the last step of the window is done; the loop asks at the end of a pass."""
+        """Ends the trace if the last step of the window is done; called at the end of a pass."""
         if self._trace is not None:
             self._trace.pause()
             if self._steps_done >= self._last:
                 self._end()
 
     def finish(self) -> None:
-        """Ends what is left at the end of the stage, and says so."""
-        is_last = not self._settings.of_run or self._stage is self._stage.pipe.stages[-1]
+        """Ends the trace at the end of the stage, and logs a window that was not traced, or not to its end."""
+        is_last = not self._settings.of_run or self._state.stage is self._state.pipe.stages[-1]
         if self._trace is not None:
             if self._steps_done < self._last and is_last:
                 logger.info(f"{self._what} ends early: the stage ended after step {self._steps_done:,}")
@@ -182,5 +182,5 @@ class StageProfiler:
     def cancel(self) -> None:
         """Ends the trace without a file: an exception has ended the stage."""
         if self._trace is not None:
-            self._trace.cancel()
+            self._trace.stop()
             self._trace = None

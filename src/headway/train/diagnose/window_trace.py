@@ -20,7 +20,7 @@ from headway.system.log import logger
 from headway.train.diagnose.trace_summary import summarize
 
 if TYPE_CHECKING:
-    from headway.train.stage import Stage
+    from headway.train.loop_state import LoopState
 
 _MAX_EVENTS = 1_000_000
 """of a file: viewers have trouble with more"""
@@ -35,10 +35,10 @@ _LOADER_PID = "loaders"
 class WindowTrace:
     """Traces from its construction until `save`, which writes the files and prints the summary."""
 
-    def __init__(self, stage: Stage, *, memory: bool) -> None:
-        self._stage, self._pipe, self._memory = stage, stage.pipe, memory
-        self._cuda = self._pipe.device.type == "cuda"
-        self._first = self._last = self._pipe.steps_done + 1
+    def __init__(self, state: LoopState, *, memory: bool) -> None:
+        self._stage, self._pipe, self._memory = state.name, state.pipe, memory
+        self._cuda = state.device.type == "cuda"
+        self._first = self._last = state.run.steps_done + 1
         self._annotation: record_function | None = None
         self._step = 0
         self._spans: list[tuple[str, Span]] = []
@@ -92,11 +92,8 @@ class WindowTrace:
         self._annotation = record_function(name)
         self._annotation.__enter__()  # type: ignore[no-untyped-call]
 
-    def cancel(self) -> None:
-        """Ends the trace and keeps nothing."""
-        self._stop()
-
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends the trace without writing it."""
         self.pause()
         for source in self._sources.values():
             source.observe_spans(None)
@@ -105,17 +102,17 @@ class WindowTrace:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def save(self) -> None:
-        """Ends the trace, writes its files and prints the summary. What cannot be written costs the trace alone."""
+        """Ends the trace, writes its files and prints the summary; a failed write loses only the trace."""
         run, rank = self._pipe.directory, self._pipe.world.rank
         snapshot = torch.cuda.memory._snapshot() if self._memory and self._cuda else None
-        self._stop()
+        self.stop()
         with dist.no_hang_check():
             try:
                 document = self._document()
                 summary = summarize(
                     document["traceEvents"],
                     self._profile.key_averages(),
-                    title=f"steps {self._first:,} to {self._last:,} of stage {self._stage.name!r}, rank {rank}",
+                    title=f"steps {self._first:,} to {self._last:,} of stage {self._stage!r}, rank {rank}",
                     device=str(self._pipe.device),
                 )
                 run.check_owner()
@@ -141,7 +138,7 @@ class WindowTrace:
         world = self._pipe.world
         document["headway"] = {
             "run": self._pipe.directory.id,
-            "stage": self._stage.name,
+            "stage": self._stage,
             "rank": world.rank,
             "world_size": world.world_size,
             "host": world.host,
@@ -152,14 +149,14 @@ class WindowTrace:
         return document
 
     def _export(self) -> dict[str, Any]:
-        """Returns the trace that torch writes; raises `StorageError` if there is no space for it meanwhile."""
+        """Returns the trace that torch writes; raises `StorageError` if the temporary directory is full."""
         doing = "export the trace to a temporary directory (TMPDIR)"
         with files.storage(doing), tempfile.TemporaryDirectory() as directory:
             exported = Path(directory) / "trace.json"
             self._profile.export_chrome_trace(str(exported))
             try:
                 document: dict[str, Any] = json.loads(exported.read_bytes())
-            except ValueError as error:  # torch says nothing of a disk that becomes full
+            except ValueError as error:  # torch reports no error when the disk is full
                 raise StorageError(
                     f"{exported} is not whole: check the space there, or set TMPDIR"
                 ) from error
@@ -205,9 +202,9 @@ class WindowTrace:
 
 
 def _mark_clock() -> tuple[float, str]:
-    """Marks the trace; returns what the clock of the loaders said then, and the name of the mark.
+    """Marks the trace; returns the time of the mark by the loaders' clock, and its name.
 
-    Of several marks, the one is taken that this thread was least interrupted at.
+    Of several marks, the shortest is used: this thread was interrupted least there.
     """
     found = []
     for number in range(_CLOCK_MARKS):
@@ -219,7 +216,7 @@ def _mark_clock() -> tuple[float, str]:
 
 
 def _longest(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns as many events as a viewer takes: of more, those that take longest, and all marks."""
+    """Returns all events, or the longest ones and all marks if there are too many for a viewer."""
     if len(events) <= _MAX_EVENTS:
         return events
     shortest = sorted((each.get("dur", 0.0) for each in events), reverse=True)[_MAX_EVENTS]

@@ -69,6 +69,15 @@ def val_batches(state: TrainValState, loaders: Mapping[str, Iterable[Any]]) -> I
         state.val_prefix = None
 
 
+def until_all_end(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Yields batches until no rank has any left, and None on a rank that has none while others do."""
+    while True:
+        batch = next(batches, None)
+        if not gather_rows(torch.tensor([float(batch is not None)], device=device)).any():
+            return
+        yield batch
+
+
 def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
     """Yields the batches of one loader.
 
@@ -84,10 +93,7 @@ def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
             mark("data")
         return
     last = None
-    while True:
-        batch = next(batches, None)
-        if not gather_rows(torch.tensor([float(batch is not None)], device=state.device)).any():
-            break
+    for batch in until_all_end(batches, state.device):
         if batch is None and last is None:
             raise UsageError(
                 f"rank {state.pipe.world.rank} has no validation batch, but a sharded model needs one on each rank: "

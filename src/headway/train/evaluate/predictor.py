@@ -32,7 +32,7 @@ from headway.run import Run, check_name
 from headway.system import jsonlines
 from headway.system.failpoints import failpoint
 from headway.train.batches import count_batches
-from headway.train.evaluate.mode import evaluating, shares_batches
+from headway.train.evaluate.mode import evaluating, shares_batches, until_all_end
 from headway.train.evaluate.output import Columns, PredictionFile, kind_of
 from headway.train.evaluate.pause import reading_from_start
 from headway.train.evaluate.sample_order import count_samples, describe_samples, seek
@@ -158,10 +158,7 @@ def _batches(
     """Yields the batches that are left, and whether this rank's rows count: one without data repeats its last batch."""
     batches = islice(state.device_batches(loader), seek(loader, position), None)
     last = None
-    while True:
-        batch = next(batches, None)
-        if not gather_rows(torch.tensor([float(batch is not None)], device=state.device)).any():
-            return
+    for batch in until_all_end(batches, state.device):
         if batch is None and last is None and shares_batches(state.pipe):
             last = to_device(_any_batch(loader, state.pipe.world.rank), state.device)
         last = last if batch is None else batch

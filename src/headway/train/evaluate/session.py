@@ -78,14 +78,14 @@ def session(
     pipe: Pipeline, stage: Stage, *, weights: EvalWeights, run: Run | str | Path | None
 ) -> Iterator[EvalSession]:
     """Chooses the run, calls the hooks that register things, and loads the weights; a run that trains is paused."""
-    if pipe.current_stage is not None and weights != "current":
+    state = pipe._state
+    if state.current_stage is not None and weights != "current":
         raise UsageError(
-            f"while stage {pipe.current_stage.name!r} trains, weights={weights!r} would replace the weights that it "
+            f"while stage {state.current_stage.name!r} trains, weights={weights!r} would replace the weights that it "
             'trains: pass weights="current", or evaluate after pipe.run()'
         )
     if "pipe" not in vars(stage):
         vars(stage)["pipe"] = pipe
-    state = pipe._state
     chosen = _choose_run(state, run, weights)
     before, state.directory = state.directory, chosen
     try:
@@ -156,7 +156,7 @@ def _load(state: RunState, run: Run, weights: EvalWeights) -> EvalSession:
         identity: dict[str, Any] = {"source": "current", "unlike_others": secrets.token_hex(8)}
         averaged = [model.name for model in pipe.registered_models.values() if model.ema is not None]
         return EvalSession(
-            run=run, source="current", identity=identity, step=pipe.steps_done, averaged=averaged
+            run=run, source="current", identity=identity, step=state.steps_done, averaged=averaged
         )
     chosen = _choose_weights(run, weights, state.root)
     chosen = replace(chosen, source=chosen.locate(), at="last")

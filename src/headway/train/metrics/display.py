@@ -97,18 +97,15 @@ class LineDisplay(Display):
         return now - self._last >= LINE_SECONDS
 
     def update(self, snapshot: ProgressSnapshot) -> None:
-        self._print(snapshot)
-
-    def end_epoch(self, snapshot: ProgressSnapshot) -> None:
-        self._print(snapshot)
-
-    def close(self) -> None:
-        pass
-
-    def _print(self, snapshot: ProgressSnapshot) -> None:
         self._last = time.monotonic()
         parts = [f"{name} {text}" for name, text in snapshot.cells() if text]
         print(f"{snapshot.stage}: {', '.join(parts)}", file=sys.stderr, flush=True)
+
+    def end_epoch(self, snapshot: ProgressSnapshot) -> None:
+        self.update(snapshot)
+
+    def close(self) -> None:
+        pass
 
 
 @final

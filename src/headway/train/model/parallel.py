@@ -120,18 +120,19 @@ class RegisteredModel:
         wrapped: nn.Module,
         ema: Ema | None,
         *,
-        ties: Ties = (),
-        tensor_group: TensorGroup | None = None,
-        saves_all: bool = True,
-        averaged: Set[int] | None = None,
+        ties: Ties,
+        tensor_group: TensorGroup | None,
+        averaged: Set[int] | None,
+        initial: WeightsReport | None,
     ) -> None:
         self.name, self.bare, self.wrapped, self.ema = name, bare, wrapped, ema
         self.ties, self.tensor_group = ties, tensor_group
-        self.initial: WeightsReport | None = None
+        self.initial = initial
         """what `init_from` has matched"""
-        self._keeps_mode = False
-        self._averaged = averaged
-        self._frozen = set() if saves_all else {key for key, p in _named(bare) if not p.requires_grad}
+        self._keeps_mode = False  # whether it is frozen, so that training leaves its mode alone
+        self._averaged = averaged  # the parameters whose gradients DDP averages, by id; None without DDP
+        named = bare.named_parameters(remove_duplicate=False) if is_adapted(bare) else ()
+        self._frozen = {key for key, p in named if not p.requires_grad}  # what checkpoints leave out
         self.evaluated: nn.Module = bare.module if isinstance(bare, DistributedDataParallel) else bare
         """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
 
@@ -266,10 +267,6 @@ def count_parameters(module: nn.Module, *, trainable: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trainable)
 
 
-def _named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(remove_duplicate=False))
-
-
 def _not_a_module(name: str, given: object) -> UsageError:
     what, remedy = f"of type {type(given).__name__}", "a torch.nn.Module"
     if isinstance(given, type):
@@ -307,9 +304,8 @@ def prepare(
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
     _checkpoint_activations(name, module, activation_checkpointing)
     wrapped, tensor_group = _wrap(name, module, parallel, world)
-    if empty and any(
-        p.is_meta for p in module.parameters()
-    ):  # sharded while they were, so that no rank ever has room for the whole
+    if empty and any(p.is_meta for p in module.parameters()):
+        # sharded on the meta device, so that no rank ever allocates the whole model
         allocate(module, world.device)
         restore_ties(name, module, ties)
     check_ties(name, module, ties)
@@ -326,10 +322,9 @@ def prepare(
         average,
         ties=ties,
         tensor_group=tensor_group,
-        saves_all=not is_adapted(module),
         averaged={id(p) for p in module.parameters() if p.requires_grad} if replicates else None,
+        initial=report,
     )
-    model.initial = report
     if compile and wrapped is not module:
         model.evaluated = torch.compile(module, mode=mode)  # type: ignore[assignment]
     return model

@@ -399,7 +399,7 @@ class Checkpointer:
             return
         self._last_save = SaveAttempt(place=place, scheduled=scheduled, replaces=replaces)
         failpoint("train.save")
-        state.check_weights(self.pipe)
+        state.check_weights(self.run)
         self._unsaved.check()
         facts = self._before_validation or self.rank_state.capture()
         shared = self._metrics.state_dict() | {"seed": torch.initial_seed(), "datasets": facts["shared"]}

@@ -59,12 +59,7 @@ def gather(run: RunState) -> dict[str, Any]:
     for stage in run.stage_states:
         stage.settle()
     return {
-        "models": {name: model.state_dict() for name, model in pipe.registered_models.items()},
-        "averages": {
-            name: average
-            for name, model in pipe.registered_models.items()
-            if (average := model.average_state_dict()) is not None
-        },
+        **_model_states(pipe),
         "optimizers": {name: _by_name(name, optimizer, names) for name, optimizer in pipe.optimizers.items()},
         "schedulers": {name: scheduler.state_dict() for name, scheduler in pipe.schedulers.items()},
         "stages": {stage.name: stage.state_dict() for stage in run.stage_states},
@@ -72,6 +67,15 @@ def gather(run: RunState) -> dict[str, Any]:
         "registered": {name: metric_state(each) for name, each in run.registered_state.items()},
         "progress": {"step": run.steps_done, "epoch": run.epoch},
     }
+
+
+def _model_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
+    """Returns the state of each model, and of the average of its weights if it has one."""
+    models = pipe.registered_models.items()
+    averages = {
+        name: average for name, model in models if (average := model.average_state_dict()) is not None
+    }
+    return {"models": {name: model.state_dict() for name, model in models}, "averages": averages}
 
 
 def restore(run: RunState, state: Mapping[str, Any]) -> None:
@@ -185,13 +189,7 @@ def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> d
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
     """Returns what to load a checkpoint into: each rank reads only its shards, and all else as it was saved."""
     plain = dict.fromkeys(("schedulers", "stages", "history", "registered", "progress", "run"))
-    models = {name: model.state_dict() for name, model in pipe.registered_models.items()}
-    averages = {
-        name: average
-        for name, model in pipe.registered_models.items()
-        if (average := model.average_state_dict()) is not None
-    }
-    return {**plain, "models": models, "averages": averages, "optimizers": _optimizer_shards(pipe, path)}
+    return {**plain, **_model_states(pipe), "optimizers": _optimizer_shards(pipe, path)}
 
 
 def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
@@ -381,8 +379,9 @@ def _fingerprint(pipe: Pipeline, name: str, names: Collection[str]) -> int:
     return int(total)
 
 
-def check_weights(pipe: Pipeline) -> None:
+def check_weights(run: RunState) -> None:
     """Raises if weights are non-finite: such a checkpoint is useless and would replace a good one."""
+    pipe = run.pipe
     weights = [
         local
         for model in pipe.registered_models.values()
@@ -393,6 +392,6 @@ def check_weights(pipe: Pipeline) -> None:
     bad = [norm.to(pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
     if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
         raise HeadwayError(
-            f"weights are non-finite after step {pipe.steps_done:,} and are not saved: lower the learning "
+            f"weights are non-finite after step {run.steps_done:,} and are not saved: lower the learning "
             "rate, set gradient_clip, or check the data, then resume from the previous checkpoint"
         )
