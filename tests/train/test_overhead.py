@@ -331,7 +331,7 @@ def test_a_validation_of_any_length_keeps_few_events(monkeypatch: pytest.MonkeyP
     for _ in range(10_000):
         timer.mark("validation")
         timer.mark("data")
-    assert len(timer._events) + len(timer._spare) <= timing._MOST_EVENTS
+    assert len(timer._events) + len(timer._spare) <= timing._MAX_EVENTS_KEPT
     timer.mark("other")
     timer.mark("other")
     assert timer.take() == {"validation": 10_000.0, "data": 10_000.0}

@@ -236,7 +236,11 @@ def test_what_one_rank_has_changed_is_never_mixed(
     found = saved(pipe, LAST + 11)
     if hw.rank() == 0:
         assert_same(found, weights(pipe))
-        said = "checkpoints have what rank 0" if every == "1h" else f"not in the checkpoint of step {LAST}: "
+        said = (
+            "checkpoints have the state of rank 0"
+            if every == "1h"
+            else f"not in the checkpoint of step {LAST}: "
+        )
         assert said in warned[0] and "'net' differs between ranks" in warned[0]
 
 

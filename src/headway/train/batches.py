@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from headway.train.stage import Stage
 
 _CLOSE_S = 3.0
-"""how long a run that ends waits for its loaders; the other ranks learn of a failure only then"""
+"""how long a run that ends waits for its loaders; a failure reaches the other ranks only afterwards"""
 
 
 def set_epoch(loader: object, epoch: int, *, in_place: bool = False) -> None:
-    """Calls `set_epoch` of a loader, its samplers and its dataset, if they have it: otherwise the order never changes.
+    """Calls `set_epoch` of a loader, its samplers and its dataset, if defined: without it, the order never changes.
 
     If `in_place`, the loader has restored its position within the epoch, and only its parts are called.
     """
@@ -52,9 +52,9 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def closing_loaders(run: RunState) -> Iterator[None]:
-    """Ends what loaders have started, however the block is left: an exception keeps their iterators alive.
+    """Ends threads and workers of loaders on every exit of the block: an exception keeps their iterators alive.
 
-    A worker that is busy, or stuck in a file system, is not waited for: it ends with the process.
+    It does not wait for a worker that is busy or stuck in a file system, which ends with the process.
     """
     try:
         yield
@@ -84,7 +84,7 @@ class Pass:
     rng_state: Mapping[str, Any] | None = None
     """the state of the random number generators when it began, for a loader that cannot save its position"""
     checksums: dict[int, int] = field(default_factory=dict)
-    """of batch 1, 2, 4, 8 and so on of such a loader"""
+    """checksums of batch 1, 2, 4, 8 and so on of such a loader"""
     skip: int = 0
     """batches to read again and discard, to get back to the position"""
     loader: object = None
@@ -96,9 +96,9 @@ class Pass:
         return self.total_batches is not None and self.batches_given >= self.total_batches
 
     def rescale(self, total: int | None) -> None:
-        """Sets the number of batches, and scales the position if that has changed: with the number of ranks.
+        """Sets the number of batches, and scales the position if it has changed with the number of ranks.
 
-        As many samples have been used as before. For ranks to have one position, `total` is the same on all.
+        The number of samples used stays the same. `total` is equal on all ranks, so that they have one position.
         """
         before, self.total_batches = self.total_batches, total
         if before and total and before != total:
@@ -113,7 +113,7 @@ class Pass:
 
 
 def missing_dataset(stage: Stage, name: str) -> UsageError:
-    known = ", ".join(repr(known) for known in stage.datasets) or "none"
+    known = ", ".join(map(repr, stage.datasets)) or "none"
     return UsageError(
         f"stage {stage.name!r} needs the dataset {name!r}, registered is {known}: call "
         f"pipe.register_dataset({name!r}, loader) before run(), or in pre_run"

@@ -1,4 +1,4 @@
-"""What a pipeline refuses, each with one sentence: when a part is added, before the run, and in its first steps."""
+"""Checks of a pipeline: when a part is added, before the run, and in its first steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
-    """Raises `UsageError` for a name that is not text, or that was registered before."""
+    """Raises `UsageError` for a name that is not a text, or that is already registered."""
     if not isinstance(name, str) or not name:
         raise UsageError(f"{name!r:.80} is not a valid name of a {kind}: give a text that is not empty")
     if name in known:
@@ -39,7 +39,7 @@ def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
 
 
 def check_dataset(name: str, loader: object, run: RunState) -> None:
-    """Raises `UsageError` for what is registered as a dataset and cannot be, or not any more."""
+    """Raises `UsageError` for an object that is not a dataset, or that is registered too late."""
     check_new("dataset", name, run.pipe.datasets)
     if not isinstance(loader, Iterable):
         raise UsageError(
@@ -54,7 +54,7 @@ def check_dataset(name: str, loader: object, run: RunState) -> None:
 
 
 def find_parameters(pipe: Pipeline, optimizer: str, model: str | None) -> list[nn.Parameter]:
-    """Returns what an optimizer steps, of one model or of all; raises `UsageError` if there is no such model."""
+    """Returns the trainable parameters of one model or of all; raises `UsageError` if there is no such model."""
     if model is not None and model not in pipe.registered_models:
         known = ", ".join(repr(name) for name in pipe.registered_models) or "none"
         raise UsageError(
@@ -65,7 +65,7 @@ def find_parameters(pipe: Pipeline, optimizer: str, model: str | None) -> list[n
 
 
 def check_is_stage(stage: object, method: str) -> None:
-    """Raises `UsageError` for what a method of the pipeline got instead of a stage."""
+    """Raises `UsageError` if an argument of a method of the pipeline is not a stage."""
     if isinstance(stage, type):
         raise UsageError(f"{method} got the class {stage.__name__}: pass an instance, {stage.__name__}()")
     if not isinstance(stage, Stage):
@@ -78,7 +78,7 @@ def check_is_stage(stage: object, method: str) -> None:
 
 
 def check_stage(stage: Stage, name: str | None, others: Sequence[Stage]) -> None:
-    """Raises `UsageError` for what is not a stage that can be appended under this name."""
+    """Raises `UsageError` unless this is a stage that can be appended under this name."""
     check_is_stage(stage, "append_stage")
     if "pipe" in vars(stage):
         raise UsageError(f"stage {stage.name!r} is part of a pipeline already: append a new one")
@@ -114,7 +114,7 @@ def check_equal(stage: TrainValStage, lengths: Sequence[int] | None) -> None:
 
 
 def _advice_for_equal_lengths(loader: object) -> str:
-    """Returns what gives all ranks equally many training batches."""
+    """Returns the settings that give all ranks equally many training batches."""
     if isinstance(loader, data.ShardLoader):
         return 'use shuffle=True, tail="drop"'
     if isinstance(loader, data.DataLoader):
@@ -125,7 +125,7 @@ def _advice_for_equal_lengths(loader: object) -> str:
 def check_monitored(state: LoopState) -> None:
     """Raises `UsageError` on all ranks, after an epoch, if a setting names a metric that has not appeared so far.
 
-    What the pipeline monitors may be a metric of a later stage. The epoch is saved first, so that it is not lost.
+    Settings of the pipeline may name a metric of a later stage. The epoch is saved first, so that it is not lost.
     """
     run, pipe = state.run, state.pipe
     last = pipe.history.epochs[-1].values
@@ -151,7 +151,7 @@ def check_monitored(state: LoopState) -> None:
 
 
 def keep_metric(name: str, metric: EpochMetric, world: World) -> None:
-    """Makes a metric that is registered save its state, which those of torchmetrics do only if asked."""
+    """Makes a registered metric save its state, which torchmetrics do only if they are set to `persistent`."""
     if world.world_size > 1:
         raise UsageError(
             f"state {name!r} is a metric, which has another state on each of the {world.world_size} ranks, and only "
@@ -163,7 +163,7 @@ def keep_metric(name: str, metric: EpochMetric, world: World) -> None:
 
 
 def check_pipeline(run: RunState) -> None:
-    """Raises `UsageError` for what cannot work, before the run starts."""
+    """Raises `UsageError` for a pipeline that cannot run, before the run starts."""
     if run.directory is not None:
         raise UsageError("this pipeline has already run: create a new Pipeline for each run")
     if not run.pipe.stages:
@@ -174,7 +174,7 @@ def check_pipeline(run: RunState) -> None:
 
 
 def check_registered(run: RunState) -> None:
-    """Raises `UsageError` for what is registered and cannot work, or is missing, before anything is trained."""
+    """Raises `UsageError` for registered parts that cannot work, or that are missing, before training starts."""
     pipe = run.pipe
     known = {id(p) for model in pipe.registered_models.values() for p in model.bare.parameters()}
     for name, optimizer in pipe.optimizers.items():
@@ -189,7 +189,7 @@ def check_registered(run: RunState) -> None:
 
 
 def watch_first_steps(run: RunState) -> None:
-    """Has the first steps of sharded models checked: gradients, ties, and batches that ranks share."""
+    """Adds checks to the first steps of sharded models: gradients, ties, and batches that ranks share."""
 
     def latest_batch() -> Any:
         return None if run.current_state is None else run.current_state.batch
@@ -200,7 +200,7 @@ def watch_first_steps(run: RunState) -> None:
 
 
 def check_optimizer(name: str, optimizer: object) -> None:
-    """Raises `UsageError` for what is registered as an optimizer and is none."""
+    """Raises `UsageError` for an object that is not an optimizer."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"optimizer {name!r} is {optimizer!r:.80}: give an optimizer, or a function that makes one from the "
@@ -218,15 +218,15 @@ def check_scheduler(name: str, scheduler: object, *, split: bool) -> None:
 
 
 def warn_of_unread_sweep(pipe: Pipeline) -> None:
-    """Warns if this run is one of a sweep and none of its values is in the config: are all runs of it the same?"""
+    """Warns if this run is part of a sweep and its config has none of the values: all its runs may be the same."""
     if not pipe.world.is_root:
         return
     try:
         swept: Mapping[str, str] = parse_json(files.read_regular(pipe.directory.sweep_file))["settings"]
-    except (OSError, ValueError, KeyError, TypeError):  # it is not one, or its record is damaged
+    except (OSError, ValueError, KeyError, TypeError):  # not part of a sweep, or its record is damaged
         return
-    known = {_spelled(value) for _, value in leaves(yaml.safe_load(config_text(pipe.config)))}
-    if swept and not known & {_spelled(value) for value in swept.values()}:
+    configured = {_normalize(value) for _, value in leaves(yaml.safe_load(config_text(pipe.config)))}
+    if swept and not configured & {_normalize(value) for value in swept.values()}:
         logger.warning(
             "none of the values of the sweep (%s) is in the config of the run: the script has to read them, from "
             "--%s=..., and to put them into hw.Pipeline(config=...)",
@@ -235,8 +235,8 @@ def warn_of_unread_sweep(pipe: Pipeline) -> None:
         )
 
 
-def _spelled(value: object) -> str:
-    """A setting as text, numbers alike in every spelling: 1e-3 is 0.001."""
+def _normalize(value: object) -> str:
+    """Returns a setting as text; a number in any spelling gives the same text, such as 1e-3 and 0.001."""
     try:
         return str(float(str(value)))
     except ValueError:

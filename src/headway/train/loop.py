@@ -1,4 +1,4 @@
-"""The training loop, all of it. `Pipeline.run` calls it; your step is at most five calls below that.
+"""The whole training loop. `Pipeline.run` calls it; your step is at most five calls below that.
 
 for _ in epochs(state):             # hooks, set_epoch, the epoch's metrics
     for _ in train(state):          # steps; pauses where a validation is due
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def epochs(state: LoopState) -> Iterator[None]:
-    """Surrounds each epoch of a stage: the epoch itself is what the caller does at the `yield`."""
+    """Surrounds each epoch of a stage: the caller runs the epoch itself at the `yield`."""
     run = state.run
     while state.status.in_epoch or state.more_epochs:  # after a resume, the rest of an epoch may be left
         run.begin_epoch(state)
@@ -92,11 +92,11 @@ def train(state: TrainValState) -> Iterator[None]:
 
 
 def validate(state: TrainValState) -> None:
-    """Runs one validation, in the same precision, over whatever number of batches each rank has."""
+    """Runs one validation, in the precision of training; ranks may have different numbers of batches."""
     stage, run, timer = state.stage, state.run, state.run.timer
     if not (loaders := state.val_loaders()):
         return state.note_validation()
-    log_point(state)  # the training so far is reported first, and its time is not the validation's
+    log_point(state)  # reports the training so far, so that its time does not count as validation
     with run.checkpointer.validating(state) if run.checkpointer else nullcontext(), state.evaluating():
         for batch in val_batches(state, loaders):
             timer.mark("validation")
@@ -114,7 +114,7 @@ def validate(state: TrainValState) -> None:
 
 
 def finish_step(state: LoopState) -> None:
-    """Counts a step, and holds the log point if one is due."""
+    """Counts a step, and holds a log point if one is due."""
     run, timer = state.run, state.run.timer
     state.steps_done, run.steps_done, state.in_step = state.steps_done + 1, run.steps_done + 1, False
     HEARTBEAT.move(state.name, run.steps_done)
@@ -126,7 +126,7 @@ def finish_step(state: LoopState) -> None:
         log_point(state)
     if run.checkpointer:
         run.checkpointer.after_step(state)
-    # one of many brief ones is measured, but not the first after a log point, which finds the device idle
+    # of short steps, one in many is measured, but not the first after a log point, when the device is idle
     measured = state.steps_done % timer.every == timer.every // 5
     if measured or timer.measuring:
         timer.begin_step(timer.every if measured else 0)

@@ -1,4 +1,4 @@
-"""`LoopState`: what the loop knows about a stage, kept in its `_loop`, so that all other names are the user's."""
+"""`LoopState`: the state that the loop keeps for a stage, in its `_loop`, so that all other names are the user's."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from headway.train.stage import Stage
 
 STOP, SAVE, VALIDATE, POST_STAGE = 1, 2, 4, 8
-"""what a rank may ask for at a log point: any rank for a stop or its `post_stage`, rank 0 for what its clock says"""
+"""requests at a log point: any rank may request a stop or `post_stage`; rank 0 a save or validation, by its clock"""
 
 
 class StageStatus(Enum):
-    """How far a stage has come."""
+    """The progress of a stage."""
 
     NEW = "no epoch has begun"
     IN_EPOCH = "an epoch is under way"
@@ -66,7 +66,7 @@ class StageStatus(Enum):
 
 
 class LoopState:
-    """The progress of one stage, and what the loop does with it. Users never see it."""
+    """The progress of one stage, and the operations of the loop on it. Users never see it."""
 
     loop_is_users = True
     advice_for_uneven = "give all ranks equally many"  # if they have different numbers of batches
@@ -78,41 +78,41 @@ class LoopState:
         self.max_epochs: int | None = None
         self.max_steps: int | None = None
         self.status = StageStatus.NEW
-        self.post_stage_due = False  # whether any rank has one of the user that is yet to be called
+        self.post_stage_due = False  # whether a `post_stage` of the user is still to be called, on any rank
         self.stop_requested = False
         """`stop_stage` was called on this rank; the status says what all ranks have agreed on"""
         self.epoch = 0
-        """epochs finished; so, within an epoch, its number from 0"""
+        """finished epochs, which is also the number of the current epoch, from 0"""
         self.steps_done = 0
         self.samples = 0
         """samples that this rank has trained on since the last log point"""
         self.step_left_open, self.open_passes = False, list[Pass]()
-        """whether a step ended with `break`, not counted yet; and passes of a user's loop whose batches are in use"""
+        """whether a step ended with `break` and is not counted yet; passes of a user's loop whose batches are in use"""
         self.batch: Any = None
-        """the batch that was taken last"""
+        """the last batch that the loop has taken"""
         self.in_step = False
-        """whether a batch has come whose step is not counted yet"""
+        """whether a batch was taken whose step is not counted yet"""
         self.failpoints_armed = False
         self.columns, self.epoch_metrics = list[str](), AddedMetrics()
         self.epoch_start = 0
-        """the steps that were done when the epoch began"""
+        """`steps_done` when the epoch began"""
         self.logged_at = -1
-        """the steps that were done at the last log point"""
+        """`steps_done` at the last log point"""
         self.recent_losses = RecentLosses()
         self.passes: list[Pass] = []
-        """over datasets, in this epoch, in the order in which they began"""
+        """the passes over datasets in this epoch, in the order in which they began"""
         self._passes_begun = 0  # by this process
         self._open_batches: WeakSet[Generator[Any]] = WeakSet()
         self.same_batches = SameBatches()
         self._warned = self._uneven_reported = False
         self.early_stopping: EarlyStopping | None = None
         self.batches_per_step = 1
-        self._counts = True  # what is logged now
+        self._counts = True  # whether values that are logged now count
         self.profiler_settings: ProfilerSettings | None = None
         self.profiler: StageProfiler | None = None
 
     def set_limits(self, *, max_epochs: int | None, max_steps: int | None) -> None:
-        """Sets after how many epochs or steps the stage ends, whichever is first."""
+        """Sets the number of epochs or steps after which the stage ends, whichever comes first."""
         if max_epochs is None and max_steps is None:
             raise UsageError(f"stage {self.name!r} would never end: give max_epochs or max_steps")
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
@@ -126,7 +126,7 @@ class LoopState:
 
     @cached_property
     def run(self) -> RunState:
-        """What the loop knows about the run that this stage is part of."""
+        """The state of the run that this stage is part of."""
         return self.stage.pipe._state
 
     @property
@@ -135,7 +135,7 @@ class LoopState:
 
     @cached_property
     def models(self) -> Mapping[str, nn.Module]:
-        """The models as the stage is to call them now: wrapped in training, bare in validation."""
+        """The models that the stage calls: wrapped in training, bare in validation."""
         return self.pipe.models
 
     @cached_property
@@ -149,12 +149,12 @@ class LoopState:
             self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
 
     def media_name(self, name: str) -> str | None:
-        """Returns the full name of what is logged under `name`; None if nothing is to be logged now."""
+        """Returns the full name of an item that is logged under `name`; None if it does not count."""
         return name if self._counts else None
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        """Around what is not logged: a step on a batch that has counted before, repeated or replayed; a prediction."""
+        """Discards what is logged within: on a batch that has counted before, repeated or replayed; in a prediction."""
         before, self._counts = self._counts, False
         try:
             yield
@@ -162,7 +162,7 @@ class LoopState:
             self._counts = before
 
     def log_media(self, name: str, take: Callable[[], MediaContent]) -> None:
-        """Keeps what `take` returns, if this rank keeps anything. An evaluation outside of a run keeps nothing."""
+        """Keeps the content that `take` returns, if this rank keeps media. An evaluation outside a run keeps none."""
         media = self.run.media
         if media is None or not media.is_open or (full := self.media_name(name)) is None:
             return
@@ -173,7 +173,7 @@ class LoopState:
         self.epoch_metrics[name] = metric
 
     def checked_count(self, batch: Any) -> int:
-        """Returns how many samples a batch has; raises `UsageError` if `count_samples` returns something else."""
+        """Returns the number of samples of a batch; raises `UsageError` if `count_samples` does not return a number."""
         if type(batch) is Repeated:
             return 0
         count: object = self.stage.count_samples(batch)  # a caller without a type checker may return anything
@@ -185,7 +185,7 @@ class LoopState:
         return count  # type: ignore[return-value]
 
     def check_modules(self) -> None:
-        """Warns of a module that is not registered: the loop is the user's, so it may be trained nevertheless."""
+        """Warns about a module that is not registered; in a loop of the user's, it may still be trained."""
         name = find_unregistered(self.stage)
         if name is not None and self.pipe.world.is_root and not self._warned:
             self._warned = True
@@ -208,22 +208,22 @@ class LoopState:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of the stage is left to do: no epoch, and no `post_stage` of the user."""
-        left = self.status is StageStatus.NEW or self.status.in_epoch or self.more_epochs
-        return not left and not self.post_stage_due
+        """Whether the stage is complete: no epoch is left, and no `post_stage` of the user."""
+        epochs_left = self.status is StageStatus.NEW or self.status.in_epoch or self.more_epochs
+        return not epochs_left and not self.post_stage_due
 
     def pause_follows(self) -> bool:
-        """Whether a validation or the end of the epoch follows the step that was just made."""
+        """Whether a validation or the end of the epoch follows the step that has just ended."""
         return not self.more_steps or any(each.ends_here and not each.done for each in self.passes[-1:])
 
     def log_point_flags(self) -> int:
-        """What this rank asks for at a log point."""
+        """Returns the requests of this rank at a log point."""
         flags = STOP if self.stop_requested else 0
         flags |= POST_STAGE if self.run.has_post_stage(self.stage) else 0
         return flags | (self.run.checkpointer.log_point_flags() if self.run.checkpointer else 0)
 
     def apply_flags(self, flags: Sequence[int]) -> None:
-        """What all ranks have asked for: one rank is enough to stop."""
+        """Applies the requests of all ranks: one rank is enough to stop."""
         self.post_stage_due = any(word & POST_STAGE for word in flags)
         if any(word & STOP for word in flags):
             self.status = StageStatus.STOPPING if self.status.in_epoch else StageStatus.STOPPED
@@ -237,7 +237,7 @@ class LoopState:
         self._passes_begun, self.in_step, self.open_passes = 0, False, []
 
     def after_pre_epoch(self) -> None:
-        """Takes account of what hooks have changed before an epoch."""
+        """Applies what hooks have changed before an epoch."""
 
     def end_epoch(self) -> None:
         self.epoch += 1
@@ -314,7 +314,7 @@ class LoopState:
             for batch in source:
                 given = progress.batches_given = progress.batches_given + 1
                 repeated = type(batch) is Repeated
-                if not given & (given - 1) and not repeated:  # the first, second, fourth, eighth and so on
+                if not given & (given - 1) and not repeated:  # batch 1, 2, 4, 8 and so on
                     if progress.rng_state is not None:
                         note_batch(progress, batch)
                     if training:
@@ -325,7 +325,7 @@ class LoopState:
         progress.done = True
 
     def _open(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
-        """Iterates over the batches that are left of a pass."""
+        """Returns an iterator over the remaining batches of a pass."""
         if self.run.checkpointer is None:
             return open_loader(loader)
         loaders = self.run.checkpointer.rank_state.loaders
@@ -338,7 +338,7 @@ class LoopState:
         return loaders.reopen(loader, progress)
 
     def end_pass(self, progress: Pass) -> None:
-        """Reports once how many batches were left when the shortest rank ended its pass. All ranks call it."""
+        """Reports once how many batches other ranks had left when the shortest rank ended. Call it on all ranks."""
         if self.profiler is not None:
             self.profiler.stop_if_over()
         HEARTBEAT.set_ended_epoch(self.epoch + 1)  # the others may have batches left, and wait for this rank
@@ -349,31 +349,31 @@ class LoopState:
     # --- around a run, an epoch and a log point
 
     def check(self) -> None:
-        """Raises `UsageError` for what cannot work, before the run starts."""
+        """Raises `UsageError` for a stage that cannot run, before the run starts."""
         self.check_modules()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around all epochs of the stage."""
+        """Surrounds all epochs of the stage."""
         set_phase(self.name)
         yield
         set_phase("between stages")
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Around all that models compute, in training or in an evaluation: how exact that is."""
+        """Sets the precision of all computation within, in training or in an evaluation."""
         yield
 
     def added_metrics(self) -> list[EpochMetric]:
-        """Returns the metrics that steps update by themselves."""
+        """Returns the metrics that the user's steps update."""
         return list(self.epoch_metrics.values())
 
     def total_steps(self) -> int | None:
-        """Returns the steps of the whole stage, if that is known."""
+        """Returns the number of steps of the whole stage, if it is known."""
         return self.max_steps
 
     def check_progress(self) -> None:
-        """Refuses an epoch without a step where no limit would ever end the stage."""
+        """Raises `UsageError` for an epoch without a step if only steps would end the stage."""
         if self.steps_done == self.epoch_start and self.max_epochs is None:
             raise self.no_batch()
 
@@ -389,10 +389,10 @@ class LoopState:
         return BadSamples(self.stage.datasets)
 
     def settle(self) -> None:
-        """Finishes what the last step has left to the next one, before anything of it is looked at or saved."""
+        """Finishes work of the last step that was deferred to the next one, before its results are read or saved."""
 
     def before_log_point(self) -> None:
-        """Logs what was put off until now."""
+        """Logs values that are collected only at log points."""
         self.meter.first_batch = self.same_batches.number
         if self.steps_done != self.logged_at:
             self.bad_samples.log(self.meter)
@@ -405,13 +405,13 @@ class LoopState:
         return self.pipe.optimizers
 
     def examine(self, point: LogPoint) -> None:
-        """Looks at the result of a log point; may stop the run."""
+        """Checks the result of a log point; may raise."""
         self.same_batches.check(point, is_root=self.pipe.world.is_root)
         self.bad_samples.check(point)
         check_names(self.epoch_metrics, point.values)
 
     def log_after_epoch(self) -> None:
-        """Agrees on requests to stop, adds what a hook has logged since the epoch ended to its metrics; shows them."""
+        """Holds a log point after an epoch: adds what hooks have logged since to its metrics, and shows them."""
         point = self.epoch_metrics.compute_late(self.meter.reduce(flags=self.log_point_flags()))
         self.meter.finish_epoch()
         self.logged_at = self.steps_done
@@ -425,9 +425,9 @@ class LoopState:
         return self.epoch_metrics.compute(self.meter.finish_epoch(), self.device)
 
     def stop_early(self, values: Mapping[str, Value], *, in_validation: bool = False) -> None:
-        """Ends the stage if its `early_stop` metric has not improved for long; called on all ranks, with equal values.
+        """Ends the stage if its `early_stop` metric has not improved for long. Call it on all ranks, with equal values.
 
-        A metric of validations within epochs counts in each of them, any other one at the end of each epoch.
+        A metric of validations within epochs is observed in each validation, any other at the end of each epoch.
         """
         stopping = self.early_stopping
         if stopping is None or self.status.stop_agreed or (stopping.in_validations and not in_validation):
@@ -453,7 +453,7 @@ class LoopState:
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the stage is; of the metrics, the sums of the unfinished epoch."""
+        """Returns the progress of the stage, with the sums of metrics in an unfinished epoch."""
         in_epoch = self.status.in_epoch
         return {
             "epoch": self.epoch,
@@ -474,7 +474,7 @@ class LoopState:
             self.status = StageStatus.STOPPING if state["stopped"] else StageStatus.IN_EPOCH
         elif self.epoch:
             self.status = StageStatus.STOPPED if state["stopped"] else StageStatus.BETWEEN_EPOCHS
-        self.post_stage_due = state.get("post_stage_due", False)  # older checkpoints do not say
+        self.post_stage_due = state.get("post_stage_due", False)  # older checkpoints do not have it
         self.stop_requested = state.get("stop_requested", False)
         self.logged_at = self.steps_done or -1  # a log point comes before each save
         self.passes = [Pass.from_state_dict(each) for each in state["passes"]]

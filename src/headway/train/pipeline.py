@@ -140,10 +140,10 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         a mode of `torch.compile`; `ema` is the decay of an average of the weights, which validation uses;
         `activation_checkpointing` lists the classes of modules that recompute their activations in backward.
 
-        `init_from` is where its weights come from: a run, a checkpoint, a safetensors or torch file, a directory of
-        Hugging Face, or `hw.checkpoint.Weights(run, at="best", ema=True)`. `rename` maps beginnings of names in there
-        to those in the model, or is a function; with `strict=False`, what matches is loaded, and one line says what
-        does not.
+        `init_from` is the source of the weights: a run, a checkpoint, a safetensors or torch file, a Hugging Face
+        directory, or `hw.checkpoint.Weights(run, at="best", ema=True)`. `rename` maps prefixes of names in the source
+        to prefixes in the model, or is a function. With `strict=False`, only tensors that match are loaded, and one
+        line lists the others.
         """
         check_new("model", name, self.registered_models)
         self.registered_models[name] = prepare(
@@ -257,10 +257,10 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         self._state.ledger_enabled = True
 
     def enable_plan(self, plan: str | Path | None = None) -> None:
-        """Compares memory and step time with a plan: that of a file, or one traced from the first stage at its start.
+        """Compares memory and step time with a plan: from a file, or traced from the first stage when it starts.
 
-        A file is written by `headway plan ... --save plan.json`. Without one, the step of the registered models is
-        traced by another process while the run trains, with its real batch.
+        `headway plan ... --save plan.json` writes such a file. Without one, another process traces the step of the
+        registered models with the shapes of a real batch, while the run trains.
 
         >>> pipe.enable_plan()
         """
@@ -279,11 +279,11 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         name, resume = self.name, run.checkpointer.settings.resume if run.checkpointer else "never"
         fake = later and environment.is_on(environment.FAKE_DATA)
         if fake or any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
-            # weights from repeated batches are useless: real and fake runs never resume each other
+            # weights from repeated batches are useless, so real and fake runs never resume each other
             name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
         choice = choose_run(run.root, name=name, config=self.config, resume=resume)
         run.directory = choice.run
-        if choice.finished and run.checkpointer:  # what follows in the script gets what the run has made
+        if choice.finished and run.checkpointer:  # the rest of the script gets the trained models
             run.run_hook("pre_run", self)  # it may register what is restored
             run.checkpointer.restore_finished(choice)
             current().trained = True
@@ -317,7 +317,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
 
     @property
     def _registers_later(self) -> bool:
-        """Whether a `pre_run` of the user may register what the stages need."""
+        """Whether a `pre_run` of the user may register parts that the stages need."""
         hooks = [type(each).pre_run for each in self._state.callbacks]
         own = type(self).pre_run is not Pipeline.pre_run or "pre_run" in vars(self)
         return own or any(hook not in (Callback.pre_run, PlanCheck.pre_run) for hook in hooks)
@@ -334,7 +334,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         return gather(self._state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, into a pipeline with the same names registered."""
+        """Restores the result of `state_dict` into a pipeline with the same names registered."""
         restore(self._state, saved)
 
 

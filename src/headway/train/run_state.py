@@ -1,4 +1,4 @@
-"""`RunState`: what the loop knows about a run, kept in the `_state` of its pipeline, so that other names are free."""
+"""`RunState`: the state that the loop keeps for a run, in `_state` of its pipeline, so that other names are free."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @final
 class RunState:
-    """What records, measures and saves a run, and what the loop does around stages, epochs and log points."""
+    """The objects that record, measure and save a run, and the operations around stages, epochs and log points."""
 
     def __init__(self, pipe: Pipeline, root: str | Path) -> None:
         self.pipe, self.root = pipe, root
@@ -62,11 +62,11 @@ class RunState:
         self.ledger: LedgerWriter | None = None
         self.checkpointer: Checkpointer | None = None
         self.outputs_are_reused = False
-        """whether a model's next call overwrites what it has returned, as with CUDA graphs"""
-        self.hooks_called: dict[tuple[str, int], object] = {}  # kept, since ids are used again
+        """whether the next call of a model overwrites its last output, as with CUDA graphs"""
+        self.hooks_called: dict[tuple[str, int], object] = {}  # keeps the subjects, since Python reuses ids
         self.busy_s = 0.0
-        """what this rank spent on its own between the last two log points"""
-        self._interval_s = 0.0  # and in all
+        """the seconds that this rank spent on its own work between the last two log points"""
+        self._interval_s = 0.0  # all seconds between these log points
         self._stragglers = Stragglers()
         self._reporter: Reporter | None = None
 
@@ -99,12 +99,12 @@ class RunState:
         return any(group is not None and group.rank > 0 for group in groups)
 
     def has_post_stage(self, stage: Stage) -> bool:
-        """Whether the user has written a `post_stage`: it may change what the last epoch has saved."""
+        """Whether the user defines a `post_stage`, which may change the state after the last save."""
         own = type(stage).post_stage is not Stage.post_stage or "post_stage" in vars(stage)
         return own or any(type(each).post_stage is not Callback.post_stage for each in self.callbacks)
 
     def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
-        """Calls a hook of the subject, then of the callbacks; the hang check is off, since a hook may take any time."""
+        """Calls a hook of the subject, then of the callbacks, without the hang check: a hook may take any time."""
         with dist.no_hang_check(), logging_once(hook, subject):
             self.hooks_called[hook, id(subject)] = subject
             getattr(subject, hook)()
@@ -140,16 +140,16 @@ class RunState:
 
     @contextmanager
     def running_stage(self, state: LoopState) -> Iterator[None]:
-        """Surrounds all epochs of one stage: its hooks, its display, and the evidence if it runs out of memory."""
+        """Surrounds all epochs of one stage: hooks, display, profiler, and the report if memory runs out."""
         self.current_stage = state.stage
         if self.checkpointer and state.status is StageStatus.NEW:
             self.checkpointer.rank_state.restore_rng()
-        shown = self.reporter.displaying(state)
-        with state.running(), shown, explain_out_of_memory(state), profiling(state):
+        display = self.reporter.displaying(state)
+        with state.running(), display, explain_out_of_memory(state), profiling(state):
             self.run_hook("pre_stage", state.stage)
             yield
             if self.checkpointer:
-                self.checkpointer.rank_state.restore_rng()  # if nothing but the hook was left to do
+                self.checkpointer.rank_state.restore_rng()  # if only the hook was left to run
             self.run_hook("post_stage", state.stage)
             state.log_after_epoch()
             hooked, state.post_stage_due = state.post_stage_due, False
@@ -160,7 +160,7 @@ class RunState:
     # --- epochs and log points
 
     def begin_epoch(self, state: LoopState) -> None:
-        """Calls `pre_epoch`, and `set_epoch` of loaders that have not restored a position within the epoch."""
+        """Calls `set_epoch` of loaders, unless they have restored a position within the epoch, and `pre_epoch`."""
         in_epoch = state.status.in_epoch
         if self.checkpointer and not in_epoch:
             self.checkpointer.rank_state.restore_rng()
@@ -169,7 +169,7 @@ class RunState:
         state.begin_epoch()
         self.run_hook("pre_epoch", state.stage)
         state.after_pre_epoch()
-        if self.checkpointer:  # what the hook drew in this attempt does not count
+        if self.checkpointer:  # the random numbers that the hook drew in this attempt do not count
             self.checkpointer.rank_state.restore_rng()
         dist.set_phase(state.name, self.steps_done)
 
@@ -184,11 +184,11 @@ class RunState:
             self.checkpointer.record_metrics(values)
 
     def extend_epoch(self, state: LoopState, point: LogPoint) -> None:
-        """Adds what was logged after an epoch to its metrics."""
+        """Adds the metrics that were logged after an epoch to those of the epoch."""
         epochs = self.pipe.history.epochs
         row = epochs[-1] if epochs else None
         if row is None or row.stage != state.name:
-            return  # the stage has not had an epoch
+            return  # the stage had no epoch
         for name in point.values:
             if name in row.values:
                 raise UsageError(
@@ -200,9 +200,9 @@ class RunState:
             self.checkpointer.record_metrics(point.values)
 
     def apply_metrics(self, state: LoopState) -> None:
-        """Uses the metrics of an epoch, those of `post_epoch` included: for early stopping, and for schedulers.
+        """Applies the metrics of an epoch, including those of `post_epoch`, to early stopping and schedulers.
 
-        A metric that a setting names must have appeared by now.
+        Raises `UsageError` if a setting names a metric that has not appeared by now.
         """
         values = self.pipe.history.epochs[-1].values
         state.stop_early(values)

@@ -52,7 +52,7 @@ def _check_limit(name: str, limit: object) -> None:
 def limit_batches(
     settings: TrainSettings, name: Literal["limit_train_batches", "limit_val_batches"], loader: Iterable[Any]
 ) -> int | None:
-    """Returns how many batches of a loader are taken at most; a part of them is rounded down, as in Lightning.
+    """Returns the most batches to take from a loader; a part of them is rounded down, as in Lightning.
 
     >>> limit_batches(TrainSettings(limit_val_batches=0.29), "limit_val_batches", range(100))
     29
@@ -97,28 +97,28 @@ class TrainSettings:
     """between validations: "1 epoch", a part of an epoch such as 0.25, "500 steps", or a time such as "30min" (rank
     0's clock); None for no validation"""
     val_at_start: bool = False
-    """whether to validate before the first step, too: what the weights are worth that training begins with"""
+    """whether to validate before the first step, too, which measures the initial weights"""
     limit_train_batches: float | None = None
-    """batches per epoch, for quick trials: a whole number, or the part of all that 0.1 is"""
+    """batches per epoch, for quick trials: a whole number, or a fraction of all such as 0.1"""
     limit_val_batches: float | None = None
-    """batches per validation: a whole number, or the part of all that 0.1 is"""
+    """batches per validation: a whole number, or a fraction of all such as 0.1"""
     uneven: Uneven | None = None
-    """what ranks with different numbers of batches do: "shortest", all stop with the first that has no more, or
-    "longest", those that have no more wait for the last; None for "shortest" where lengths are not known, and an error
-    where they are"""
+    """if ranks have different numbers of batches: with "shortest", all ranks stop when the first has no more; with
+    "longest", ranks that have no more repeat a batch, which does not count, until the last has none; None means
+    "shortest" if lengths are not known, and an error if they are"""
     log_every: int = LOG_EVERY
     """steps between log points, where ranks exchange metrics and requests to stop"""
     on_nan: Literal["stop", "skip"] = "stop"
     """"stop": a non-finite loss stops the run at the next log point; "skip": each step with non-finite gradients is
     skipped, which makes the host wait for the device in every step"""
     max_skips: int = 10
-    """steps in a row that may be skipped before the run stops nevertheless"""
+    """steps in a row that may be skipped before the run stops"""
     early_stop: str | None = None
     """the metric by which the stage ends early: "val/loss", or "max:val/accuracy" if the largest value is the best"""
     patience: int = 3
     """for early_stop: epochs in a row without a better value, or validations if they come within epochs"""
     min_delta: float = 0.0
-    """for early_stop: by how much a value must differ from the best so far to be better"""
+    """for early_stop: how much better than the best so far a value must be to count"""
     mode: Literal["min", "max"] | None = None
     """for early_stop: whether the smallest ("min", the default) or the largest value is the best"""
     deterministic: bool = False
@@ -165,7 +165,7 @@ class TrainSettings:
             )
 
     def make_early_stopping(self) -> EarlyStopping | None:
-        """Returns what watches the metric of `early_stop`; None without one."""
+        """Returns the early stopping by the metric of `early_stop`; None without one."""
         if self.early_stop is None:
             return None
         name, best = parse_metric("early_stop", self.early_stop)
@@ -253,7 +253,7 @@ def check_setting_names(
 
 
 def checkpoint_settings(options: CheckpointOptions) -> CheckpointSettings:
-    """Returns the settings for the arguments of `enable_checkpointing`, with what the environment overrides."""
+    """Returns the settings for the arguments of `enable_checkpointing`, with overrides from the environment."""
     check_setting_names("enable_checkpointing", options, CheckpointSettings)
     if environment.SAVE_EVERY in os.environ:
         options["every"] = os.environ[environment.SAVE_EVERY]

@@ -87,16 +87,16 @@ class Stage(ABC):
         """Called before the first epoch."""
 
     def post_stage(self) -> None:  # noqa: B027
-        """Called after the last epoch. What it changes is saved; one that is cut off is called again by the resume."""
+        """Called after the last epoch. What it changes is saved; if it is interrupted, a resumed run calls it again."""
 
     def pre_epoch(self) -> None:  # noqa: B027
         """Called before each epoch."""
 
     def post_epoch(self) -> None:  # noqa: B027
-        """Called after each epoch, when its metrics are in `self.history`; what it logs is added to them."""
+        """Called after each epoch, when its metrics are in `self.history`; metrics that it logs are added to them."""
 
     def count_samples(self, batch: Any) -> int:
-        """Returns how many samples a batch has; by default the length of its first tensor."""
+        """Returns the number of samples of a batch; by default the length of its first tensor."""
         first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
         if not isinstance(first, Tensor):
             first = first_tensor(batch)
@@ -119,19 +119,19 @@ class Stage(ABC):
     @property
     @final
     def name(self) -> str:
-        """The name that `append_stage` was given; by default that of the class, in lower case."""
+        """The name that was passed to `append_stage`; by default the name of the class in lower case."""
         return self._loop.name
 
     @property
     @final
     def epoch(self) -> int:
-        """Epochs finished in this stage; so, within an epoch, its number from 0."""
+        """Finished epochs of this stage, which is also the number of the current epoch, from 0."""
         return self._loop.epoch
 
     @property
     @final
     def steps_done(self) -> int:
-        """Steps finished in this stage; `pipe.steps_done` counts through all stages."""
+        """Finished steps of this stage; `pipe.steps_done` counts through all stages."""
         return self._loop.steps_done
 
     @property
@@ -149,7 +149,7 @@ class Stage(ABC):
     @property
     @final
     def models(self) -> Mapping[str, nn.Module]:
-        """The registered models as they are to be called: wrapped in training, bare in validation."""
+        """The registered models to call: wrapped in training, bare in validation."""
         return self._loop.models
 
     @property
@@ -167,7 +167,7 @@ class Stage(ABC):
     @property
     @final
     def config(self) -> Any:
-        """The config that the pipeline was given."""
+        """The config of the pipeline."""
         return self.pipe.config
 
     @property
@@ -188,8 +188,8 @@ class Stage(ABC):
     ) -> None:
         """Adds a value to a metric: a mean over all batches and ranks, weighted by `weight`. Waits for nothing.
 
-        Give the number of samples (or tokens) as `weight`, or a short last batch counts as much as a full one. One of
-        weight 0 does not count, whatever `reduce` is: "mean", "sum", "min", "max" or "last". `scope="rank"` keeps a
+        Give the number of samples (or tokens) as `weight`, or a short last batch counts as much as a full one. `reduce`
+        is "mean", "sum", "min", "max" or "last"; with each, a value of weight 0 does not count. `scope="rank"` keeps a
         metric on its rank, in the metrics file of that rank. In a `TrainValStage` the metric is called `train/name` in
         training and `val/name` in validation.
 
@@ -201,13 +201,13 @@ class Stage(ABC):
     def log_image(
         self, name: str, image: ImageLike, *, caption: str = "", columns: int | None = None
     ) -> None:
-        """Keeps an image in the run directory and passes it to the sinks; of a batch or a list of images, a grid.
+        """Keeps an image in the run directory and passes it to the sinks; a batch or a list of images becomes a grid.
 
-        Tensors, arrays of numpy and images of Pillow: height x width, with 1, 3 or 4 channels before or after them;
-        bytes, or floats from 0 to 1 (a batch with others is scaled from its minimum and maximum). It is encoded in
-        another thread. Only rank 0 keeps what it logs, unless `pipe.set_media(ranks=...)` says otherwise. In a
-        `TrainValStage` the name gets `train/` or `val/` in front, as in `log`. What the seventh step logs has the step
-        7, as its loss has; what is logged between steps has the number of steps done.
+        Takes tensors, numpy arrays and Pillow images: height x width, with 1, 3 or 4 channels before or after them;
+        bytes, or floats from 0 to 1 (a batch with other values is scaled from its minimum and maximum). Another thread
+        encodes it. Only rank 0 keeps media, unless `pipe.set_media(ranks=...)` is called. In a `TrainValStage` the name
+        gets the prefix `train/` or `val/`, as in `log`. An image of the seventh step has the step 7, as its loss has;
+        one that is logged between steps has the number of finished steps.
 
             self.log_image("samples", x[:16], caption="the first 16 of the batch")
         """
@@ -215,7 +215,7 @@ class Stage(ABC):
 
     @final
     def log_figure(self, name: str, figure: Figure, *, caption: str = "") -> None:
-        """Keeps a figure of matplotlib as an image; it is drawn at once, and may be closed afterwards.
+        """Keeps a matplotlib figure as an image; it is drawn at once, and may be closed afterwards.
 
         self.log_figure("confusion", figure)
         """
@@ -223,7 +223,7 @@ class Stage(ABC):
 
     @final
     def log_histogram(self, name: str, values: Any, *, bins: int = 64) -> None:
-        """Keeps how values are distributed: a tensor, an array or a list of numbers; a GPU counts its own.
+        """Keeps a histogram of a tensor, an array or a list of numbers; tensors on a GPU are counted there.
 
         self.log_histogram("weights/head", self.models["net"].head.weight)
         """
@@ -231,7 +231,7 @@ class Stage(ABC):
 
     @final
     def log_text(self, name: str, text: str) -> None:
-        """Keeps a text, such as what a model has generated.
+        """Keeps a text, such as the output of a language model.
 
         self.log_text("generated", tokenizer.decode(tokens))
         """
@@ -239,11 +239,11 @@ class Stage(ABC):
 
     @final
     def enable_profiler(self, steps: str | int, *, ranks: Sequence[int] = (0,), memory: bool = False) -> None:
-        """Traces a window of steps with `torch.profiler`: what ran when, on the host, the device and in the loaders.
+        """Traces a window of steps with `torch.profiler`, on the host, on the device and in the loaders.
 
         `steps` are those of this stage, from 1. The trace is written to `traces/` of the run directory, for Perfetto,
-        and a summary is printed. `memory=True` adds each allocation; on CUDA also a snapshot of the allocator's
-        history. HEADWAY_PROFILE=20-25 does the same for a script that is not edited, with the steps of the run.
+        and a summary is printed. `memory=True` adds each allocation, and on CUDA a snapshot of the allocator's history.
+        HEADWAY_PROFILE=20-25 does the same without a change of the script, with the steps of the run.
 
         >>> stage.enable_profiler(steps="20-25", ranks=(0,), memory=True)
         """
@@ -253,10 +253,10 @@ class Stage(ABC):
     def add_metric(self, name: str, metric: Added | None = None) -> Added:
         """Computes `metric` at the end of each epoch, on all ranks, and resets it. You update it.
 
-        Returns the metric. One that is updated only in `post_epoch` is computed after it. In a `TrainValStage`, one
-        whose name begins with `val/` is reset before each validation and computed after it.
-        For metrics that are not weighted means, such as AUROC; torchmetrics bring their own reduction over ranks. A
-        MetricCollection has a value under `name/key` for each of its metrics.
+        Use it for metrics that are not weighted means, such as AUROC; torchmetrics reduce them over ranks. A metric
+        that is updated only in `post_epoch` is computed after it. In a `TrainValStage`, a metric whose name begins with
+        `val/` is reset before each validation and computed after it. A MetricCollection has a value under `name/key`
+        for each of its metrics. Returns the metric.
 
         >>> self.auroc = self.add_metric("val/auroc", BinaryAUROC().to(self.device))  # in pre_stage
         >>> self.auroc.update(scores, labels)  # in val_step
@@ -276,7 +276,7 @@ class Stage(ABC):
 
     @final
     def add_column(self, name: str) -> None:
-        """Shows a metric in the progress table; `train/loss` and `val/loss` are there already.
+        """Shows a metric in the progress table, which always has `train/loss` and `val/loss`.
 
         >>> self.add_column("val/accuracy")
         """
@@ -285,9 +285,9 @@ class Stage(ABC):
 
     @final
     def stop_stage(self) -> None:
-        """Ends this stage early, on all ranks at the same step: that of the next log point, or the end of the epoch.
+        """Ends this stage early, on all ranks at the same step: at the next log point, or at the end of the epoch.
 
-        Any rank may ask.
+        One rank that calls it is enough.
 
             if self.steps_done == 1000:
                 self.stop_stage()
@@ -298,8 +298,8 @@ class Stage(ABC):
     def batches(self, name: str = "train") -> Iterator[Any]:
         """Yields the batches of dataset `name` on this rank's device. Each iteration of your loop is one step.
 
-        An iteration that ends with `break` is one, too, and so is one over several datasets side by side, as in
-        `zip(self.batches("a"), self.batches("b"))`. All ranks end with the one that has the fewest batches.
+        An iteration that ends with `break` is a step, too, and so is one over several datasets side by side, as in
+        `zip(self.batches("a"), self.batches("b"))`. All ranks end with the rank that has the fewest batches.
 
             for x, y in self.batches("train"):
                 ...
@@ -328,15 +328,15 @@ class Stage(ABC):
                 if not state.more_steps:
                     timer.mark("other")
                     return
-            if beside:  # the others have a batch too many, of a step that is not made
+            if beside:  # the other passes have given one more batch, for a step that does not happen
                 state.open_passes.clear()
                 state.in_step = False
             state.end_pass(progress)
         finally:
             progress.done = True
             if _ends_step(state, progress):
-                # not counted here: this may be an exception that ends the run. Passes side by side end one after
-                # another with one `break`
+                # not counted here: an exception may be ending the run. One `break` closes passes side by side one
+                # after another
                 state.step_left_open = True
 
     @final
@@ -354,9 +354,9 @@ class Stage(ABC):
 
 
 def _ends_step(state: LoopState, progress: Pass) -> bool:
-    """Whether a step ends when a pass is asked for its next batch, or is closed.
+    """Whether a step ends when the loop takes the next batch of a pass, or closes the pass.
 
-    Of passes side by side, that is when the first of them is asked: then all have given as many batches, and a
+    With passes side by side, a step ends at the first of them: then all have given the same number of batches, and a
     checkpoint has their positions before the next iteration. The others belong to the same step.
     """
     for place, each in enumerate(state.open_passes):
@@ -375,7 +375,7 @@ def finish_open_steps(state: LoopState) -> None:
 
 @contextmanager
 def logging_once(hook: str, subject: object) -> Iterator[None]:
-    """Surrounds a hook. What it logs does not count if an earlier attempt has called it for this stage or epoch."""
+    """Surrounds a hook. Its logs do not count if an earlier attempt has called it for this stage or epoch."""
     if not isinstance(subject, Stage):
         yield
         return
@@ -389,12 +389,12 @@ _AT_APPEND = ("max_epochs", "max_steps", "name")
 
 
 def _home(kind: type) -> type:
-    """The class of headway's that `kind` is, or derives from first."""
+    """Returns the first class of headway in the MRO of `kind`."""
     return next(base for base in kind.__mro__ if base.__module__.startswith("headway.train."))
 
 
 def _refuse_clash(kind: type, name: str, value: object) -> None:
-    """Raises `UsageError` if a user's attribute would take the place of one that the user or the loop relies on."""
+    """Raises `UsageError` if a user's attribute would replace one that the user or the loop relies on."""
     own = getattr_static(_home(kind), name, None)
     function = own.fget if isinstance(own, property) else getattr(own, "func", own)
     if name in _AT_APPEND:

@@ -18,7 +18,7 @@ from headway.train.stage import Stage
 from headway.train.train_val_state import TrainValState
 
 Loss: TypeAlias = "Tensor | tuple[Tensor, Tensor | float]"
-"""what a step returns: a mean loss, with or without its weight"""
+"""the return value of a step: a mean loss, with or without its weight"""
 
 
 class TrainValStage(Stage):
@@ -65,15 +65,15 @@ class TrainValStage(Stage):
         return self.step(batch)
 
     def train_dataset(self) -> Iterable[Any]:
-        """Returns what to train on; by default the dataset "train"."""
+        """Returns the loader to train on; by default the dataset "train"."""
         if "train" not in self.datasets:
             raise missing_dataset(self, "train")
         return self.datasets["train"]
 
     def val_dataset(self) -> Iterable[Any] | Mapping[str, Iterable[Any]] | None:
-        """Returns what to validate on; by default the dataset "val", if there is one.
+        """Returns the loader to validate on, or a dict of several; by default the dataset "val", if there is one.
 
-        Several are a dict: the metrics of `{"val": ..., "ood": ...}` are called `val/loss`, `ood/loss` and so on.
+        The metrics of `{"val": ..., "ood": ...}` are called `val/loss`, `ood/loss` and so on.
         """
         return self.datasets.get("val")
 
@@ -92,7 +92,7 @@ class TrainValStage(Stage):
             clip_grads_with_norm_(parameters, limit, norm)
 
     def optimize(self) -> None:
-        """Steps the optimizers that `optimizers()` returns; the loop then updates schedulers and averages."""
+        """Steps the optimizers that `optimizers()` returns; the loop then steps schedulers and updates averages."""
         scaler = self._loop.precision.scaler
         for optimizer in self.optimizers():
             if scaler is None:

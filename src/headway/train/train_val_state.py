@@ -1,4 +1,4 @@
-"""`TrainValState`: the state that the managed loop keeps of a `TrainValStage`, and its operations."""
+"""`TrainValState`: the state that the managed loop keeps for a `TrainValStage`."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class TrainValState(LoopState):
             for prefix in (stage.train_metric_prefix(), stage.val_metric_prefix())
         ]
         self.val_prefix: str | None = None
-        """of the metrics of the dataset that is being validated"""
+        """the prefix of metrics of the dataset that is being validated"""
         self.val_metrics: dict[str, EpochMetric] = {}
-        """metrics that a step updates in validations, by the names under which they were added"""
+        """metrics that steps update in validations, by the names under which they were added"""
         self.set_metrics: dict[str, EpochMetric] = {}
-        """what they have counted in the sets of this validation, by the names of the results"""
-        self._set_weighs: dict[str | None, bool] = {}  # whether the steps of a validation set return weights
-        self._own_names: set[str] = set()  # of metrics that the loop itself logs
+        """the same metrics for each set of this validation, by the names of their results"""
+        self._set_weighs: dict[str | None, bool] = {}  # by prefix: whether steps on that set return weights
+        self._own_names: set[str] = set()  # names of metrics that the loop itself logs
         self._base = base
         self.optimizer_step = OptimizerStep(self)
         self._val_values: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class TrainValState(LoopState):
 
     @cached_property
     def _val_schedule(self) -> ValSchedule:
-        return ValSchedule(self.settings)  # those of the run: a smoke run has others than the script
+        return ValSchedule(self.settings)  # not before the run: a smoke run replaces the settings
 
     @cached_property
     def val_meter(self) -> MetricAccumulator:
@@ -104,7 +104,7 @@ class TrainValState(LoopState):
     def log_own(
         self, name: str, value: Tensor | float, *, weight: Tensor | float = 1.0, reduce: Reduction = "mean"
     ) -> None:
-        """Logs a metric of the loop itself; refuses it if the step has logged one of that name, which it would mix."""
+        """Logs a metric of the loop itself; raises `UsageError` if a step has logged one under the same name."""
         if not self._counts:
             return
         meter, full = self._meter_and_name(name)
@@ -187,7 +187,7 @@ class TrainValState(LoopState):
         return progress, self.device_batches(loader, limit, progress=progress)
 
     def _train_limit(self, loader: Iterable[Any]) -> int | None:
-        """Returns how many batches of a loader an epoch has at most; refuses parts of an unknown number."""
+        """Returns the most batches of an epoch; raises `UsageError` for a fraction of an unknown number."""
         limit, part = limit_batches(self.settings, "limit_train_batches", loader), self.settings.val_part
         if part is not None and count_batches(loader, limit) is None:
             raise UsageError(
@@ -199,13 +199,13 @@ class TrainValState(LoopState):
     def step_functions(
         self, agreement: BatchAgreement | None
     ) -> tuple[Callable[[Any], Any], Callable[[Any], int], BatchAgreement | None]:
-        """Returns how the loop calls the step and counts samples, and the agreement if batches may be repeated."""
+        """Returns the functions that make a step and count samples, and the agreement if batches may be repeated."""
         if agreement is None or not agreement.longest:
             return self.stage.train_step, self.stage.count_samples, None
         return self._train_step, self.checked_count, agreement
 
     def _train_step(self, batch: Any) -> Any:
-        """Calls that of the stage; a repeated batch takes part in the step, but is not logged and has no weight."""
+        """Calls `train_step` of the stage; a repeated batch takes part in the step, but is not logged and weighs 0."""
         if type(batch) is not Repeated:
             return self.stage.train_step(batch)
         self.batch = batch.batch
@@ -256,7 +256,7 @@ class TrainValState(LoopState):
         return {name: each for name, each in self.pipe.optimizers.items() if any(each is one for one in mine)}
 
     def is_default(self, name: str) -> bool:
-        """Whether a method is headway's own: neither overridden in a class nor assigned to the stage."""
+        """Whether a method is headway's own: neither overridden in a subclass nor assigned to the stage."""
         return bool(getattr(self.stage, name) == MethodType(getattr(self._base, name), self.stage))
 
     # --- a log point
@@ -292,7 +292,7 @@ class TrainValState(LoopState):
             self.log_own("loss_scale", self.precision.scaler.get_scale(), reduce="last")
 
     def examine(self, point: LogPoint) -> None:
-        """Raises on all ranks if the loss of any is non-finite, with the first such step and the evidence."""
+        """Raises on all ranks if the loss of any rank is non-finite, with the first such step and the evidence."""
         super().examine(point)
         prefix = self.stage.train_metric_prefix()
         if ranks := point.not_finite.get(prefix + self.stage.loss_metric_name()):
@@ -319,7 +319,7 @@ class TrainValState(LoopState):
     # --- validation
 
     def validation_due(self, *, epoch_ends: bool) -> bool:
-        """Whether a validation is due after this step, or at the end of this epoch if `epoch_ends`."""
+        """Whether a validation is due after this step, or, if `epoch_ends`, at the end of this epoch."""
         if epoch_ends:
             return self._val_schedule.is_due_after(self.epoch + 1)
         return self._val_schedule.is_due(self.steps_done, self.passes[-1] if self.passes else None)
@@ -337,7 +337,7 @@ class TrainValState(LoopState):
         return super().pause_follows() or self.validation_due(epoch_ends=False)
 
     def val_loaders(self) -> dict[str, Iterable[Any]]:
-        """Returns what to validate on, by the prefix of its metrics."""
+        """Returns the loaders to validate on, by the prefix of their metrics."""
         given = self.stage.val_dataset()
         if given is None:
             return {}
@@ -369,18 +369,18 @@ class TrainValState(LoopState):
             self.training, self._counts = before
 
     def end_set(self, prefix: str, prefixes: Collection[str]) -> None:
-        """Keeps what metrics have counted in one validation set, to be computed when all ranks have ended the last."""
+        """Keeps the state of metrics after one validation set; they are computed when all ranks have ended the last."""
         default = self.stage.val_metric_prefix()
         found = metrics_of_set(self.val_metrics, prefix, prefixes=prefixes, default=default)
         if prefix == [*prefixes][-1]:
             self.set_metrics |= found
             return
-        self.set_metrics |= deepcopy(found)  # the step goes on with the same objects
+        self.set_metrics |= deepcopy(found)  # steps on the next set update the same objects
         for metric in self.val_metrics.values():
             metric.reset()
 
     def log_val_loss(self, returned: Any, batch: Any) -> None:
-        """Logs what `val_step` returned: a mean over the samples of the batch, or a mean and its weight."""
+        """Logs the loss that `val_step` returned: a mean over the samples of the batch, or a mean and its weight."""
         if returned is None:
             return
         weighs = type(returned) is tuple
@@ -395,11 +395,11 @@ class TrainValState(LoopState):
         return self.val_meter.reduce()
 
     def end_validation(self, point: LogPoint) -> None:
-        """Records the result of a validation, for its own row and for the epoch's."""
+        """Records the result of a validation in a row of its own, and keeps it for the row of the epoch."""
         self.val_meter.finish_epoch()
         if self.set_metrics:
             point = replace(point, values=compute_metrics(self.set_metrics, point.values))
-        # a validation before the first step is not one of the epoch
+        # a validation before the first step is not part of the epoch
         self._val_values = dict(point.values) if self.steps_done else {}
         self.note_validation()
         self.run.record_log_point(self, "validation", point)
@@ -411,7 +411,7 @@ class TrainValState(LoopState):
         self.val_bad_samples.check(point)
 
     def note_validation(self) -> None:
-        """Notes that the validation that was due has been made, or has nothing to validate on."""
+        """Marks the validation that was due as done, even if there is nothing to validate on."""
         self._val_schedule.end_validation(self.steps_done, self.passes[-1] if self.passes else None)
 
     @property

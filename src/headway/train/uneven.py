@@ -1,8 +1,8 @@
 """Ranks whose loaders yield different numbers of batches: all stop with the shortest, or continue to the longest.
 
 Each training step needs all ranks. Where all loaders know their lengths, ranks compare these once per epoch. Where one
-does not, ranks exchange before each step how many batches they have for it, on the host, so that no device is waited
-for. No rank begins a step that another rank does not begin.
+does not, ranks exchange before each step how many batches they have for it, on the host, without waiting for a device.
+No rank begins a step that another rank does not begin.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from headway.system.text import plural, shorten_list
 
 Uneven = Literal["shortest", "longest"]
 _COUNT_S = 0.5
-"""how long a rank counts the batches that it has left, which are only told"""
+"""how long a rank counts the batches that it has left, for a warning"""
 
 
 @final
 class Repeated:
-    """The last batch of a rank that has no more, while others train: it takes part in a step and does not count."""
+    """The last batch of a rank that has no more while others train: it takes part in a step and does not count."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -38,7 +38,7 @@ class Repeated:
 class BatchAgreement:
     """How many batches each rank takes for each step of one pass, the same on all ranks.
 
-    `lengths` are the batches of all ranks, if they are known; `given`, those that an earlier attempt has taken.
+    `lengths` are the batches of all ranks, if known; `given` are the batches that an earlier attempt has taken.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BatchAgreement:
         self.repeating = False
         """whether some rank repeats a batch in this step"""
         self.left: Callable[[], tuple[int, bool]] | None = None
-        """if the pass ended while this or another rank had batches: counts those of this rank, and whether all"""
+        """set if the pass ended while some rank had batches: counts those of this rank, and whether these are all"""
         self._window, self._lengths, self._given = window, lengths, given
 
     def batches(
@@ -56,7 +56,7 @@ class BatchAgreement:
     ) -> Iterator[Any]:
         """Yields the batches that this rank takes; `stand_in` makes one to repeat for a rank that has had none.
 
-        Of a source that has only `one_pass`, what is left belongs to the next epoch and is not counted.
+        If the source has only `one_pass`, its remaining batches belong to the next epoch and are not counted.
         """
         last: Any = None
         while True:
@@ -85,7 +85,7 @@ class BatchAgreement:
         return -int(both[1]), int(both[0])
 
     def _count_left(self, taken: int, source: Iterable[Any]) -> tuple[int, bool]:
-        """Returns how many batches are left, with those that were taken in vain, and whether these are all."""
+        """Returns how many batches are left, including those `taken` and not used, and whether these are all."""
         if self._lengths is not None:
             return self._lengths[dist.rank()] - self._given, True
         until = time.monotonic() + _COUNT_S
@@ -97,14 +97,14 @@ class BatchAgreement:
 
 
 def gather_lengths(batches: int | None, device: torch.device) -> list[int] | None:
-    """Returns how many batches each rank has; None if a rank does not know. All ranks call it."""
+    """Returns how many batches each rank has; None if a rank does not know. Call it on all ranks."""
     mine = torch.tensor([-1 if batches is None else batches], dtype=torch.int64, device=device)
     lengths = [int(length) for length in gather_rows(mine)[:, 0]]
     return None if min(lengths) < 0 else lengths
 
 
 def report_left(agreement: BatchAgreement, where: str, advice: str) -> bool:
-    """Says, on rank 0, how many batches were left when the shortest rank ended; returns whether any were."""
+    """Warns, on rank 0, about batches that were left when the shortest rank ended; returns whether there were any."""
     if agreement.left is None:
         return False
     count, exact = agreement.left()

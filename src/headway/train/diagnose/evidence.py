@@ -1,7 +1,7 @@
-"""Evidence for error messages: what is known when a rank runs out of memory or a loss becomes non-finite.
+"""Evidence for error messages when a rank runs out of memory or a loss becomes non-finite.
 
-All of it is collected after the failure, so steps pay nothing: the batch is still in memory, the loader knows which
-samples it yielded, and all ranks together can run the model on the batch again.
+It is collected after the failure, so steps pay nothing: the batch is still in memory, the loader can name the samples
+that it yielded, and all ranks together can run the model on the batch again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 UNKNOWN_STEP = 2**62
-"""the first step with a non-finite loss, where no rank has kept it"""
+"""stands for the first step with a non-finite loss if no rank has kept it"""
 _PHASES = {"backward": "backward pass", "apply_update": "optimizer's step", "validate": "validation"}
 
 
 @contextmanager
 def explain_out_of_memory(state: LoopState) -> Iterator[None]:
-    """Adds all that is known to an out-of-memory error that is raised in the context."""
+    """Adds the evidence to an out-of-memory error that is raised in the context."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -71,7 +71,7 @@ def _out_of_memory(error: torch.OutOfMemoryError, state: LoopState) -> str:
 
 
 def _planned_memory(run: Run) -> list[str]:
-    """Returns what the run's plan.json, written by `headway plan --save`, predicted; empty without a plan."""
+    """Returns the prediction of the run's plan.json, which `headway plan --save` writes; empty without a plan."""
     try:
         plan = parse_json(files.read_regular(run.plan_file))
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def shapes(batch: Any) -> str:
 
 
 def explain_non_finite_loss(state: TrainValState, first: int, rank: int, norm: Any) -> str:
-    """Returns what can be found out about a loss that became non-finite at step `first`, on `rank` before others.
+    """Returns the evidence for a loss that became non-finite at step `first`, first on `rank`.
 
     Call it on all ranks; it returns the same on all.
     """
@@ -115,7 +115,7 @@ def explain_non_finite_loss(state: TrainValState, first: int, rank: int, norm: A
 
 
 def _replay(state: TrainValState) -> str:
-    """Runs the last batch again and returns where the first non-finite number appears."""
+    """Runs the last batch again and returns where the first non-finite value appears."""
     for name, model in state.pipe.registered_models.items():
         for key, parameter in model.bare.named_parameters():
             if not _finite(parameter.detach()):
@@ -164,7 +164,7 @@ def _finite(*values: Any) -> bool:
 
 
 def _samples(state: TrainValState, first: int) -> str:
-    """Returns the samples of that step, of all ranks together; empty if the loader cannot tell."""
+    """Returns the samples of that step on all ranks; empty if the loader cannot name them."""
     loader = state.stage.train_dataset()
     if not isinstance(loader, TraceableLoader) or first == UNKNOWN_STEP:
         return ""

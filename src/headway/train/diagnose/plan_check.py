@@ -1,4 +1,4 @@
-"""A plan against its run: memory and step time are compared with what was planned, at log points."""
+"""A plan against its run: measured memory and step time are compared with the plan at log points."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from headway.train.stage import Stage
 
 _INTERVALS = 3
-"""Intervals between log points that must have been measured before anything is said: the first steps are slow."""
-_REMEMBERED = 15
-_PATIENCE_S = 60.0
-"""How long a failure waits for the plan that is quoted in its report."""
+"""intervals between log points to measure before the first comparison: the first steps are slow"""
+_MAX_INTERVALS = 15
+_PLAN_TIMEOUT_S = 60.0
+"""how long a failure waits for the plan that its report quotes"""
 
 
 def with_plan(state: LoopState, kind: str, point: LogPoint) -> LogPoint:
-    """Adds what is measured over what was planned to the metrics: on each rank its own, and rank 0 writes its row."""
+    """Adds the ratios of measured to planned values to the metrics: each rank its own, and rank 0 writes its row."""
     ratios: dict[str, float] = {}
     for callback in state.run.callbacks:
         if isinstance(callback, PlanCheck):
@@ -42,20 +42,18 @@ def with_plan(state: LoopState, kind: str, point: LogPoint) -> LogPoint:
 
 @final
 class PlanCheck(Callback):
-    """Compares `plan/step` and `plan/memory`, measured over planned, and says once if one is outside its interval.
+    """Logs `plan/step` and `plan/memory`, measured over planned, and warns once if one is outside its interval.
 
-    Each rank measures its own, so they cost no exchange; the rows have those of rank 0. Without a plan, rank 0 traces
+    Each rank measures its own, which needs no exchange; the rows have those of rank 0. Without a plan, rank 0 traces
     the step of the first stage while it trains.
     """
 
     def __init__(self, plan: str | Path | SavedPlan | None = None) -> None:
         self.plan = plan if isinstance(plan, SavedPlan) or plan is None else read_saved_plan(plan)
         self._trace: ForkedTrace | None = None
-        self._since: tuple[float, int] | None = (
-            None  # when the last log point was, and the steps done by then
-        )
+        self._since: tuple[float, int] | None = None  # time and steps of the last log point
         self._step_s: list[float] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def pre_run(self, pipe: Pipeline) -> None:
         if self.plan is not None:
@@ -76,7 +74,7 @@ class PlanCheck(Callback):
 
     def await_plan(self, state: LoopState) -> None:
         """Waits for a plan that is being traced, if there is one."""
-        self._take_trace(state, wait_s=_PATIENCE_S)
+        self._take_trace(state, wait_s=_PLAN_TIMEOUT_S)
 
     def _take_trace(self, state: LoopState, *, wait_s: float = 0.0) -> None:
         """Takes the plan from the process that traces the step, if it is done."""
@@ -94,9 +92,9 @@ class PlanCheck(Callback):
             logger.warning("the run has no plan: %s", error, extra={"event": "plan"})
         else:
             if self.plan is None:
-                self._trace = trace  # still at work
+                self._trace = trace  # it is still tracing
             else:
-                self._step_s = []  # steps beside a process that traces are slower
+                self._step_s = []  # steps were slower while the process traced
                 self._keep(state.pipe)
 
     def _keep(self, pipe: Pipeline) -> None:
@@ -106,13 +104,14 @@ class PlanCheck(Callback):
             files.write_atomic(pipe.directory.plan_file, to_json(self.plan.content))
 
     def measure(self, state: LoopState, kind: str) -> dict[str, float]:
-        """Returns what is measured over what was planned; call it at every log point."""
+        """Returns the ratios of measured to planned values; call it at every log point."""
         if kind != "train":
-            self._since = None  # an interval with a validation in it is no measure of a step
+            self._since = None  # an interval with a validation does not measure a step
             return {}
         now, steps = time.monotonic(), state.run.steps_done
         if self._since is not None and steps > self._since[1]:
-            self._step_s = [*self._step_s, (now - self._since[0]) / (steps - self._since[1])][-_REMEMBERED:]
+            step_s = (now - self._since[0]) / (steps - self._since[1])
+            self._step_s = [*self._step_s, step_s][-_MAX_INTERVALS:]
         self._since = now, steps
         self._take_trace(state)
         if self.plan is None:
@@ -128,9 +127,9 @@ class PlanCheck(Callback):
         return {f"plan/{each.what}": each.ratio for each in compared if each.ratio is not None}
 
     def _warn(self, state: LoopState, found: PlanComparison) -> None:
-        if found.what in self._told or found.measured is None or not found.differs:
+        if found.what in self._warned or found.measured is None or not found.differs:
             return
-        self._told.add(found.what)
+        self._warned.add(found.what)
         if state.pipe.world.is_root:
             what = "step time" if found.what == "step" else "memory of rank 0"
             text = found.planned.sentence(what, found.measured)
@@ -138,7 +137,7 @@ class PlanCheck(Callback):
             logger.warning("the run differs from its plan: %s", text, extra={"event": "plan"})
 
     def _part(self, state: LoopState) -> str:
-        """Says which part of the step is not as planned: the plan knows no wait for data."""
+        """Returns which part of the step differs: the plan has no wait for data."""
         waited = state.run.reporter.data_wait
         if waited is not None and waited > 0.1:
             return f"; {waited:.0%} of the step is a wait for data, which the plan has none of"
@@ -146,7 +145,7 @@ class PlanCheck(Callback):
 
 
 def _start_trace(stage: Stage) -> ForkedTrace | None:
-    """Begins to trace the step of a stage; says why if it cannot be."""
+    """Begins to trace the step of a stage; warns with the reason if that is not possible."""
     from headway.train.diagnose.traced_plan import ForkedTrace
     from headway.train.train_val import TrainValStage
 

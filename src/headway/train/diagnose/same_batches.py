@@ -1,7 +1,7 @@
-"""Ranks that train on the same batches, because a dataset ignores ranks: seen at the first log point, and reported.
+"""Detection of ranks that train on the same batches, because a dataset ignores ranks, at the first log point.
 
-The loaders of `hw.data` split the samples of a dataset themselves. An iterable dataset, or a loader of torch's or of
-the user's own, has to: one that does not gives all of its samples to each rank, and nothing else would tell.
+The loaders of `hw.data` split the samples of a dataset over ranks. An iterable dataset, a torch loader or a user's
+loader has to do so itself: one that does not gives all of its samples to each rank, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LARGEST = 1 << 24  # whole numbers up to here are exact in single precision
 
 @final
 class SameBatches:
-    """Compares the first batches of all ranks, once; the numbers go with a reduction that is made anyway."""
+    """Compares the first batches of all ranks, once; a log point exchanges the numbers with its reduction."""
 
     def __init__(self) -> None:
         self._mine, self._source, self._compared = 0, "", False
 
     def note(self, loader: Iterable[Any], batch: Any) -> None:
-        """Keeps what tells the first batch of this rank from those of others, if the loader may ignore ranks."""
+        """Keeps a checksum of the first batch of this rank, if the loader may ignore ranks."""
         if self._compared or self._mine or not (source := _unsplit(loader)):
             return
         found = checksum(batch)
@@ -37,7 +37,7 @@ class SameBatches:
 
     @property
     def number(self) -> int:
-        """Returns what ranks compare at the next log point; 0 for nothing."""
+        """The number that ranks compare at the next log point; 0 for none."""
         return 0 if self._compared else self._mine
 
     def check(self, point: LogPoint, *, is_root: bool) -> None:
@@ -55,7 +55,7 @@ class SameBatches:
 
 
 def _unsplit(loader: Iterable[Any]) -> str:
-    """Returns the name of what has to split the samples of a loader; empty if that is headway."""
+    """Returns the class that has to split the samples of a loader over ranks; empty if headway splits them."""
     dataset = getattr(loader, "dataset", None)
     if isinstance(loader, ShardLoader | FirstBatch):
         return ""

@@ -37,7 +37,7 @@ def requested_part() -> Part | None:
 
 
 def shorten(run: RunState, part: Part) -> None:
-    """Limits each stage to what a smoke run needs, and enables checkpointing if the script does not."""
+    """Limits each stage to a few steps, and enables checkpointing if the script does not."""
     if run.checkpointer is None:
         run.pipe.enable_checkpointing()
     for state in run.stage_states:

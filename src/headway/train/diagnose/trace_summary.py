@@ -1,4 +1,4 @@
-"""What a trace says, as text: times of steps, data wait, idle time of the device, and where the time goes."""
+"""The summary of a trace as text: step times, data wait, idle time of the device, and the longest operators."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def step_intervals(spans: Iterable[dict[str, Any]]) -> list[tuple[float, float]]
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Returns how much of a line intervals cover together.
+    """Returns the length of the union of intervals.
 
     >>> covered([(0, 2), (1, 3), (5, 6)])
     4.0

@@ -1,8 +1,8 @@
 """A plan of the step that is about to be trained: it is traced without data, in a forked process.
 
-The process is forked before the first step and waits for the shapes of a batch; training goes on while it traces. What
-it changes, such as weights that are replaced by tensors without data, it changes in its own copy of this process. It
-uses neither CUDA nor autograd's engine, which do not work after a fork.
+The process is forked before the first step and waits for the shapes of a batch; training continues while it traces. Its
+changes, such as tensors without data in place of weights, stay in its own copy of this process. It uses neither CUDA
+nor autograd's engine, which do not work after a fork.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ForkedTrace:
         other.close()
 
     def ask(self, batch: Any) -> None:
-        """Sends the shapes of a batch, once; what else a batch may hold must not end the training."""
+        """Sends the shapes of a batch, once; raises `HeadwayError` if the batch holds anything that cannot be sent."""
         if self.asked:
             return
         self.asked = True
@@ -82,7 +82,7 @@ class ForkedTrace:
             raise HeadwayError(f"a batch cannot be sent to the tracing process: {error}") from error
 
     def answer(self, *, wait_s: float = 0.0) -> SavedPlan | None:
-        """Returns the plan if the process has traced it; None if it is still at work."""
+        """Returns the plan if the process has traced it; None if it is still tracing."""
         if not self._connection.poll(wait_s):
             return None
         try:
@@ -116,14 +116,12 @@ class ForkedTrace:
     def _serve(self, connection: Connection) -> None:
         self._connection.close()  # so that the end of the other process is seen
         torch.set_num_threads(1)
-        torch.cuda.is_available = lambda: (
-            False
-        )  # as in a process that sees no device: CUDA cannot be used after a fork
-        _be_silent()
+        torch.cuda.is_available = lambda: False  # CUDA cannot be used after a fork
+        _discard_output()
         try:
             batch = connection.recv()
         except EOFError:
-            return  # nobody has asked
+            return  # the run ended without a batch
         rules = cuda_emulation.install()
         found = []
         for name, settings, shapes in _variants(self._settings, batch):
@@ -133,8 +131,8 @@ class ForkedTrace:
         del rules
 
 
-def _be_silent() -> None:
-    """The user sees what the step prints when it really runs."""
+def _discard_output() -> None:
+    """Discards all that the step prints; the user sees it when the step really runs."""
     warnings.simplefilter("ignore")
     logging.disable()
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process lives
@@ -145,7 +143,7 @@ def _describe(leaf: Any) -> Any:
 
 
 def _variants(settings: TraceSettings, batch: Any) -> Iterator[tuple[str, TraceSettings, Any]]:
-    """The step as it is, and changes that need less memory; checkpointed blocks come last, as they stay so."""
+    """Yields the step as it is, and variants that need less memory; the last one checkpoints blocks for good."""
     yield "as it is", settings, batch
     rows = _rows(batch)
     for parts in (2, 4):
@@ -163,7 +161,7 @@ def _is_shape(leaf: Any) -> bool:
 
 
 def _rows(batch: Any) -> int:
-    """Samples of a batch: the length of its first tensor."""
+    """Returns the samples of a batch: the length of its first tensor."""
     shapes = [leaf.shape for leaf in tree_leaves(batch, is_leaf=_is_shape) if _is_shape(leaf) and leaf.shape]
     return shapes[0][0] if shapes else 1
 
@@ -175,7 +173,7 @@ def _cut(leaf: Any, rows: int, parts: int) -> Any:
 
 
 def _setup(state: TrainValState, shapes: Any) -> TrainingSetup:
-    """Replaces all that the step computes with by tensors without data, on the CPU."""
+    """Replaces all tensors of the step by tensors without data, on the CPU."""
     stage, pipe = state.stage, state.pipe
     own = {key: value for key, value in vars(stage).items() if isinstance(value, nn.Module)}
     models = nn.ModuleDict({name: model.bare for name, model in pipe.registered_models.items()})
@@ -210,7 +208,7 @@ def _setup(state: TrainValState, shapes: Any) -> TrainingSetup:
 
 
 _Replaced = dict[int, tuple[Tensor, Tensor]]
-"""By the id of a tensor: the tensor, which keeps its id its own, and the one without data in its place."""
+"""by the id of a tensor: the tensor, kept so that its id is not reused, and the one without data in its place"""
 
 
 def _empty(module: nn.Module, replaced: _Replaced) -> None:
@@ -233,7 +231,7 @@ def _without_data(tensor: Tensor, replaced: _Replaced) -> Any:
 
 
 def _with_parameters(optimizer: Optimizer, replaced: _Replaced) -> Optimizer:
-    """Gives an optimizer the parameters without data in place of its own, and no state."""
+    """Replaces the parameters of an optimizer by those without data, and clears its state."""
     for group in optimizer.param_groups:
         group["params"] = [_without_data(parameter, replaced) for parameter in group["params"]]
     optimizer.state.clear()

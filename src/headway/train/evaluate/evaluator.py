@@ -70,7 +70,7 @@ def evaluate(
 def _loaders(
     pipe: Pipeline, state: TrainValState, dataset: EvalDatasets | None, kind: str
 ) -> dict[str, Iterable[Any]]:
-    """Returns what to evaluate on, by the names that become the prefixes of metrics."""
+    """Returns the loaders to evaluate on, by the names that become the prefixes of metrics."""
     if dataset is None:
         given = state.stage.val_dataset() if kind == "val" else pipe.datasets.get(kind)
         if given is None:

@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 
 class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
-    """What a pipeline can do with trained models, in the process that trained them or in another.
+    """Evaluation of trained models, in the process that trained them or in another.
 
-    All take `weights`: "last" or "best" or a step of the run, a path or `hw.checkpoint.Weights`, or "current" for
-    those that the models have, the only ones that a hook can evaluate while a stage trains. Where the run has averaged
-    weights, these are used, as in its validations; "raw" is the last checkpoint without them. `run` is a run, its
-    directory or the end of its id; by default the one that this pipeline has trained in, else the newest of its name.
-    Models keep the weights that were loaded. Results are appended to eval/NAME.jsonl of the run; nothing else of it is
-    changed.
+    All methods take `weights`: "last", "best" or a step of the run; a path or `hw.checkpoint.Weights`; or "current" for
+    the weights that the models have, the only choice in a hook while a stage trains. If the run has averaged weights,
+    these are used, as in its validations; "raw" is the last checkpoint without them. `run` is a run, its directory or
+    the end of its id; by default the run that this pipeline has trained, else the newest of its name. Models keep the
+    weights that were loaded. Results are appended to eval/NAME.jsonl of the run; nothing else in it changes.
     """
 
     def validate(
@@ -82,10 +81,10 @@ class EvaluationMethods(ABC):  # noqa: B024  it is a part of Pipeline
         run: Run | str | Path | None = None,
         name: str = "predict",
     ) -> Path:
-        """Writes what the stage's `predict(batch)` returns to a file, a row per sample in the order of the dataset.
+        """Writes the results of the stage's `predict(batch)` to a file, a row per sample in the order of the dataset.
 
-        `out` ends with .npy (one tensor), .safetensors (a dict of tensors) or .jsonl (anything). Each sample is there
-        once, on any number of ranks. A predict that was killed continues where it was, except with weights="current".
+        `out` ends with .npy (one tensor), .safetensors (a dict of tensors) or .jsonl (anything). Each sample appears
+        once, on any number of ranks. A prediction that was killed resumes where it was, except with weights="current".
 
         >>> pipe.predict(Classify(), test_loader, "logits.npy", weights="best")
         PosixPath('/home/me/logits.npy')

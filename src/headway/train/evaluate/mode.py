@@ -1,4 +1,4 @@
-"""Eval mode: models as a validation calls them, and the batches that all ranks take part in."""
+"""Eval mode: models and batches for a validation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def evaluating(state: LoopState) -> Iterator[None]:
         with ExitStack() as stack:
             for model in registered.values():
                 stack.enter_context(model.evaluating())
-            # now that weights are those to evaluate: `eval()` of a module may merge some, and `train()` undoes it
+            # after the weights are in place: `eval()` of a module may merge some, and `train()` undoes it
             stack.callback(_restore_modes, modes)
             for module in models:
                 module.eval()
@@ -46,11 +46,11 @@ def evaluating(state: LoopState) -> Iterator[None]:
 
 
 def _restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Sets modules to the modes that they had, from the top down, by `train()` where it makes a difference."""
+    """Restores the modes of modules, from the top down, with `train()` where the mode differs."""
     for part, mode in modes:
         if part.training is not mode:
             part.train(mode)
-    for part, mode in modes:  # a `train()` of their own may have left some as they are
+    for part, mode in modes:  # a `train()` that a module overrides may have left some unchanged
         part.training = mode
 
 
@@ -60,7 +60,7 @@ def shares_batches(pipe: Pipeline) -> bool:
 
 
 def val_batches(state: TrainValState, loaders: Mapping[str, Iterable[Any]]) -> Iterator[Any]:
-    """Yields the batches to validate on, of one loader after the other; what they log begins with its prefix."""
+    """Yields the batches of one loader after the other, and sets the prefix of its metrics."""
     try:
         for state.val_prefix, loader in loaders.items():
             yield from _batches_of(state, loader)
@@ -81,8 +81,8 @@ def until_all_end(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
 def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
     """Yields the batches of one loader.
 
-    A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and what it
-    logs then does not count.
+    A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and its logs for
+    that batch do not count.
     """
     limit = limit_batches(state.settings, "limit_val_batches", loader)
     batches, mark = state.device_batches(loader, limit), state.run.timer.mark

@@ -1,9 +1,9 @@
-"""The files that predictions are written to: they grow row by row, and get their name when they are whole.
+"""The files of predictions: they grow row by row, and are renamed when they are complete.
 
-.NAME.part         the rows so far                 .NAME.part.json    how many of them are on disk, and of what
+.NAME.part         the rows so far                 .NAME.part.json    how many of them are on disk, and the request
 
-A prediction that was killed continues at the position. It is written after the rows are on disk, at most every second,
-so what follows it in the file is written again.
+A prediction that was killed resumes at that position. It is written after the rows are on disk, at most every second;
+rows after it in the file are written again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PredictionFile(ABC):
         self._committed = time.monotonic()
 
     def begin(self) -> Position:
-        """Opens the file and returns the position to continue at: 0 rows for a new one."""
+        """Opens the file and returns the position to resume at: 0 rows for a new file."""
         with files.storage(f"write {self.path}"):
             saved = read_json(self._position_file) or {}
             same = saved.get("request") == self._request and self._part.is_file()
@@ -63,7 +63,7 @@ class PredictionFile(ABC):
         return self._position
 
     def write(self, columns: Columns, parts: Sequence[tuple[int, bytes]]) -> None:
-        """Appends the rows of one batch: for each rank, how many it has, and their bytes."""
+        """Appends the rows of one batch: for each rank, their number and their bytes."""
         with files.storage(f"write {self.path}"):
             if self._position["columns"] is None:
                 self._position["columns"] = columns
@@ -77,7 +77,7 @@ class PredictionFile(ABC):
                 self._commit()
 
     def finish(self) -> None:
-        """Gives the file its name. All rows must be there."""
+        """Renames the complete file; raises `UsageError` if it does not have one row for each sample."""
         rows = self._position["rows"]
         if self.total is not None and rows != self.total:
             raise UsageError(
@@ -97,11 +97,11 @@ class PredictionFile(ABC):
 
     @abstractmethod
     def _begin_rows(self, columns: Columns) -> None:
-        """Writes what comes before the first row."""
+        """Writes the header before the first row."""
 
     @abstractmethod
     def _append(self, count: int, data: bytes) -> None:
-        """Writes rows, and moves the bytes of the position."""
+        """Writes rows, and advances the position."""
 
     def _commit(self) -> None:
         os.fsync(self._fd)
@@ -148,7 +148,7 @@ class TensorFile(PredictionFile):
         self._position["first"] = len(header)
 
     def _append(self, count: int, data: bytes) -> None:
-        """`data` has the rows of one column after those of the other."""
+        """Writes rows to their columns; `data` has the rows of one column after those of another."""
         begin, taken, done = self._position["first"], 0, self._position["rows"]
         if done + count > (self.total or 0):
             raise UsageError(

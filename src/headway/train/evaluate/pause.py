@@ -1,7 +1,7 @@
-"""A pause of training in which a hook evaluates: what the training has and needs is afterwards as it was before.
+"""A pause of training in which a hook evaluates; afterwards, the state of training is as before.
 
-The weights and the modes of the models are kept by `mode.evaluating`; here are the random numbers, the loaders, the
-metrics that a step updates by itself, and what this rank is doing.
+`mode.evaluating` keeps the weights and modes of models; this module keeps random numbers, loaders, the metrics that
+steps update, and the phase of this rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def pausing(run: RunState, state: LoopState) -> Iterator[None]:
-    """Surrounds an evaluation by a stage: in a run that goes on after it, or alone, with loaders that end with it."""
+    """Surrounds an evaluation: within a run, which continues afterwards, or outside one, and then closes loaders."""
     with ExitStack() as stack:
         stack.enter_context(rng.temporary_state(None, run.pipe.device))
         stack.callback(state.close_batches, but=state.open_batches())
@@ -42,12 +42,12 @@ def pausing(run: RunState, state: LoopState) -> Iterator[None]:
         stack.enter_context(run.timer.interrupted_by("validation"))
         phase, step = HEARTBEAT.phase, HEARTBEAT.step
         yield
-        dist.set_phase(phase, step)  # a failure is recorded with the phase in which it was
+        dist.set_phase(phase, step)  # not after a failure, which is recorded with its own phase
 
 
 @contextmanager
 def reading_from_start(run: RunState, loaders: Iterable[Iterable[Any]]) -> Iterator[None]:
-    """Sets loaders to their first epoch, and on exit to where they were: a validation may read them next."""
+    """Sets loaders to their first epoch, and restores their positions on exit: a validation may read them next."""
     with ExitStack() as stack:
         for loader in {id(each): each for each in loaders}.values():
             resumes = _resumes_in(run, loader)
@@ -56,16 +56,18 @@ def reading_from_start(run: RunState, loaders: Iterable[Iterable[Any]]) -> Itera
                 stack.callback(loader.load_state_dict, position(loader, active=resumes))
             stack.callback(generators.restore, loader, generators.capture(loader))
             if any(loader is each for each in run.pipe.datasets.values()):
-                # called first on exit: what the loader knows of its position is not lost
+                # called first on exit, so that the position is restored after it
                 stack.callback(set_epoch, loader, run.epoch)
             if isinstance(loader, StatefulObject):
-                set_epoch(loader, 1)  # one that was just restored would stay where it is in its own epoch
+                set_epoch(
+                    loader, 1
+                )  # a loader that was just restored ignores `set_epoch` of its current epoch
             set_epoch(loader, 0)
         yield
 
 
 def _resumes_in(run: RunState, loader: Iterable[Any]) -> bool:
-    """Whether an epoch resumes in the middle of a loader, which was restored and not opened yet."""
+    """Whether an epoch resumes in the middle of this loader, which is restored and not open yet."""
     for state in run.stage_states:
         if state.status.in_epoch and any(each.loader is None and not each.done for each in state.passes):
             return not isinstance(state, TrainValState) or loader is state.stage.train_dataset()
@@ -73,16 +75,14 @@ def _resumes_in(run: RunState, loader: Iterable[Any]) -> bool:
 
 
 def _check_unread(stage: LoopState | None, loader: Iterable[Any], *, resumes: bool) -> None:
-    """Raises `UsageError` for a loader with one position that training is in the middle of.
+    """Raises `UsageError` for a loader with one position if training is in the middle of it.
 
-    A hook that comes before the epoch may read one that `resumes` there, if it can be set to its start.
+    If the epoch `resumes` in it, a hook before the epoch may still read it, provided it has `set_epoch`.
     """
     if stage is None or not isinstance(loader, StatefulObject) or not stage.status.in_epoch:
         return
     in_pass = any(each.loader is loader and not each.done for each in stage.passes)
-    managed = isinstance(
-        stage, TrainValState
-    )  # in a loop of the user's, any loader may be the one that resumes
+    managed = isinstance(stage, TrainValState)  # in a user's loop, any loader may be the one that resumes
     if in_pass or (resumes and managed and not isinstance(loader, EpochAware)):
         raise UsageError(
             f"stage {stage.name!r} is in the middle of this {type(loader).__name__}, which has one position: evaluate "

@@ -1,7 +1,7 @@
-"""`predict`: what a stage's `predict(batch)` returns for every sample, in the order of the dataset.
+"""`predict`: the results of a stage's `predict(batch)` for every sample, in the order of the dataset.
 
-Each rank predicts its part of a global batch; rank 0 gets the rows of all ranks, which are then in order, and writes
-them. So the file does not depend on the number of ranks, and its length is the position to continue at.
+Each rank predicts its part of a global batch; rank 0 gathers the rows of all ranks, which are then in order, and writes
+them. So the file does not depend on the number of ranks, and its length is the position to resume at.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def predict(
     run: Run | str | Path | None,
     name: str,
 ) -> Path:
-    """Predicts all samples of a dataset into a file, or continues to; returns its path on all ranks."""
+    """Predicts all samples of a dataset into a file, or resumes a prediction; returns the path on all ranks."""
     kind, name = kind_of(out), check_name(name)
     state = stage._loop
     with session(pipe, stage, weights=weights, run=run) as opened:
@@ -97,7 +97,7 @@ def predict(
 
 
 def _code_of(stage: Stage) -> str:
-    """Returns a hash of the stage's own classes: rows that an edited `predict` returns are those of another request."""
+    """Returns a hash of the source of the stage's classes: an edited `predict` makes another request."""
     own = [
         each
         for each in type(stage).__mro__
@@ -111,7 +111,7 @@ def _code_of(stage: Stage) -> str:
 
 
 def _is_done(out: Path, opened: EvalSession, name: str, request: Mapping[str, Any]) -> bool:
-    """Whether the file is there and is that of the same request; another one is not overwritten."""
+    """Whether the file exists and is the result of the same request; raises `UsageError` if it is another file."""
     if not out.parent.is_dir():
         raise UsageError(
             f"there is no directory for {out}; make it with: mkdir -p {shlex.quote(str(out.parent))}"
@@ -155,7 +155,7 @@ def _write_rows(
 def _batches(
     state: LoopState, loader: Iterable[Any], position: Mapping[str, Any]
 ) -> Iterator[tuple[Any, bool]]:
-    """Yields the batches that are left, and whether this rank's rows count: one without data repeats its last batch."""
+    """Yields the remaining batches, and whether their rows count: a rank without data repeats its last batch."""
     batches = islice(state.device_batches(loader), seek(loader, position), None)
     last = None
     for batch in until_all_end(batches, state.device):
@@ -166,7 +166,7 @@ def _batches(
 
 
 def _any_batch(loader: Iterable[Any], rank: int) -> Any:
-    """Returns a batch for a rank that has none, while other ranks need it in the forward of a sharded model."""
+    """Returns a batch for a rank that has none, for the forward pass of a sharded model on all ranks."""
     if isinstance(loader, DataLoader):
         return loader.load_samples([0])
     seek(loader, {"rows": 0})
@@ -218,7 +218,7 @@ def _describe(rows: Any) -> Columns | None:
 
 
 def _bytes(rows: Any, columns: Columns) -> bytes:
-    """Returns the rows in the order of the columns, which a file of tensors has one description of for all rows."""
+    """Returns the rows in the order of the columns; raises `UsageError` if they do not fit a file of tensors."""
     if isinstance(rows, list):
         raise UsageError(
             "predict() returned a list, which only a .jsonl file can hold: return tensors, or write to one"

@@ -59,9 +59,9 @@ def seek(loader: Iterable[Any], position: Mapping[str, Any]) -> int:
 
 
 def describe_samples(loader: Iterable[Any]) -> dict[str, Any]:
-    """Returns what is cheap to know of the content: fingerprints, and checksums of three samples of an own dataset.
+    """Returns a cheap description of the content: fingerprints, or checksums of three samples of a user's dataset.
 
-    A sample that is not the same when it is loaded again with the same random numbers has no checksum.
+    A sample that differs when it is loaded again with the same random numbers has no checksum.
     """
     found: dict[str, Any] = dict(fingerprints(loader))
     if found or not isinstance(loader, DataLoader | TorchDataLoader):
@@ -77,7 +77,7 @@ def describe_samples(loader: Iterable[Any]) -> dict[str, Any]:
 
 
 def _load(loader: DataLoader | TorchDataLoader[Any], samples: list[int]) -> Iterator[Any]:
-    """Yields samples of a loader's dataset; in a worker if it has some, whose open files must be their own."""
+    """Yields samples of a loader's dataset; in a worker if the loader has workers, which must open their own files."""
     own = loader._torch if isinstance(loader, DataLoader) else loader
     init = own.worker_init_fn
     with preserve_rng():

@@ -1,4 +1,4 @@
-"""An evaluation session: the run that it belongs to, the weights that it uses, and the row that it leaves."""
+"""An evaluation session: the run that it belongs to, the weights that it uses, and the row that it writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headway.train.stage import Stage
 
 EvalWeights: TypeAlias = WeightsLike | int
-"""what evaluations take: "last", "best", a step, "raw", "current", or anything that `init_from` takes"""
+"""the weights of an evaluation: "last", "best", a step, "raw", "current", or anything that `init_from` takes"""
 
 
 @final
@@ -46,11 +46,11 @@ class EvalSession:
     source: str
     """where the weights were read from; "current" for those that the models had"""
     identity: Mapping[str, Any]
-    """equal for equal weights alone, so never for "current", which may have changed since"""
+    """equal only for equal weights; never equal for "current" weights, which may have changed since"""
     step: int | None
-    """the step of the checkpoint that they are from"""
+    """the step of the checkpoint that the weights are from"""
     averaged: Sequence[str] = ()
-    """the models whose averaged weights are used; the others have those that were trained"""
+    """the models whose averaged weights are used; the others use their trained weights"""
 
     def __str__(self) -> str:
         return f"{self.source}{' (averaged)' if self.averaged else ''}"
@@ -77,7 +77,7 @@ class EvalSession:
 def session(
     pipe: Pipeline, stage: Stage, *, weights: EvalWeights, run: Run | str | Path | None
 ) -> Iterator[EvalSession]:
-    """Chooses the run, calls the hooks that register things, and loads the weights; a run that trains is paused."""
+    """Chooses the run, pauses training, calls hooks that may register parts, and loads the weights."""
     state = pipe._state
     if state.current_stage is not None and weights != "current":
         raise UsageError(
@@ -91,7 +91,7 @@ def session(
     try:
         with pausing(state, stage._loop):
             for hook, subject in (("pre_run", pipe), ("pre_stage", stage)):
-                if (hook, id(subject)) not in state.hooks_called:  # they may make what is evaluated
+                if (hook, id(subject)) not in state.hooks_called:  # a hook may create the models
                     state.hooks_called[hook, id(subject)] = subject
                     getattr(subject, hook)()
             yield _load(state, chosen, weights)
@@ -164,12 +164,12 @@ def _load(state: RunState, run: Run, weights: EvalWeights) -> EvalSession:
     try:
         stamps = from_root(
             lambda: read_stamps(path)
-        )  # before they are read: newer weights then have another one
+        )  # before the weights, so that newer ones have other stamps
         averaged = [model.name for model in pipe.registered_models.values() if _load_model(model, chosen)]
     except (NoValidCheckpoint, UsageError):
         if from_root(path.exists):
             raise
-        return _load(state, run, weights)  # another process trains the run and has removed it: choose again
+        return _load(state, run, weights)  # a process that trains the run has removed it: choose again
     identity = {"source": str(path), "files": stamps, "model": chosen.model, "averaged": averaged}
     name = path.name.removeprefix("step-")
     step = int(name) if name != path.name and name.isdigit() else None
@@ -190,13 +190,13 @@ def _choose_weights(run: Run, weights: EvalWeights, root: str | Path) -> Weights
 
 
 def _load_model(model: RegisteredModel, weights: Weights) -> bool:
-    """Loads the weights that the validations of their run used, unless `weights` says which; whether averaged ones."""
+    """Loads the weights that validations of their run used, or as `weights.ema` chooses; returns whether averaged."""
     path = weights.path
     averaged = weights.ema
     if averaged is None:
         averaged = from_root(lambda: has_averages(weights, model.name, path))
     tensors = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
-    swapped = model.ema is not None  # the average takes the place of the weights within an evaluation
+    swapped = model.ema is not None  # an evaluation swaps the average into the model
     first = replace(weights, ema=averaged and not swapped)
     load_weights(first, tensors, model=model.name, ties=model.ties)
     model.load_state_dict(tensors)
@@ -212,7 +212,7 @@ def _load_model(model: RegisteredModel, weights: Weights) -> bool:
 
 @final
 class EvalProgress:
-    """Prints on rank 0 how far an evaluation has come, every few seconds."""
+    """Prints the progress of an evaluation on rank 0, every few seconds."""
 
     def __init__(self, what: str, total: int | None, done: int = 0) -> None:
         self._what, self._total, self._done = what, total, done

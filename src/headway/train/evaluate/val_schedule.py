@@ -1,4 +1,4 @@
-"""When a validation is due: by steps, epochs, parts of an epoch or a clock, and before the first step if asked."""
+"""When a validation is due: by steps, epochs, parts of an epoch or time, and before the first step if requested."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ROUNDING = 1e-9  # 3 times 0.1 is a little more than 0.3, and 0.3 of an epoch i
 
 @final
 class ValSchedule:
-    """Decides, the same on all ranks, when a stage validates. After a resume it decides as if nothing had happened."""
+    """Decides when a stage validates, the same on all ranks and in a resumed run."""
 
     def __init__(self, settings: TrainSettings) -> None:
         self._settings = settings
         self.validated_at = 0
-        """the steps that were done at the last validation"""
+        """the stage's `steps_done` at the last validation"""
         self._validated_at_start = False
-        self._part_validated = 0.0  # of this epoch, that was done at the last validation
+        self._part_validated = 0.0  # the part of this epoch that was done at the last validation
         self._requested = False  # by rank 0's clock, at a log point
         self._clock: float | None = None  # when the last validation ended; None until the stage runs
         self._carried_s = 0.0  # the time since the last validation in earlier attempts
@@ -34,7 +34,7 @@ class ValSchedule:
         self._part_validated = 0.0
 
     def is_due(self, steps: int, progress: Pass | None) -> bool:
-        """Whether a validation is due after this many steps, when the epoch has come as far as `progress`."""
+        """Whether a validation is due after this many steps, at this progress of the epoch."""
         if self._settings.val_at_start and not steps:
             return not self._validated_at_start
         every, part = self._settings.val_interval, self._settings.val_part
@@ -86,7 +86,7 @@ class ValSchedule:
 
 
 def _done(progress: Pass) -> float:
-    """Returns which part of its batches a pass has given."""
+    """Returns the part of its batches that a pass has given."""
     return progress.batches_given / progress.total_batches if progress.total_batches else 0.0
 
 

@@ -27,7 +27,7 @@ class EarlyStopping:
         """whether the metric is one of validations within epochs, so that these count instead of epochs"""
 
     def observe(self, value: float, epoch: int) -> bool:
-        """Takes the next value of the metric, in an epoch counted from 1; returns whether the stage ends."""
+        """Observes the next value of the metric, in an epoch counted from 1; returns whether the stage ends."""
         if self._is_better(value):
             self.best, self.best_epoch, self.waited = value, epoch, 0
         else:

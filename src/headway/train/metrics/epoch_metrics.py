@@ -1,4 +1,4 @@
-"""Metrics that compute themselves, such as those of torchmetrics: what `add_metric` takes, and their results."""
+"""Metrics with a `compute` of their own, such as those of torchmetrics, which `add_metric` takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headway.train.metrics.meter import LogPoint, Value
 
 @runtime_checkable
 class EpochMetric(Protocol):
-    """What `add_metric` takes: any torchmetrics metric or collection, or an object with these two methods."""
+    """A metric for `add_metric`: any torchmetrics metric or collection, or an object with these two methods."""
 
     def compute(self) -> Any: ...
 
@@ -32,8 +32,8 @@ class EpochMetric(Protocol):
 class AddedMetrics(dict[str, EpochMetric]):
     """The metrics of a stage by name. Each is computed once per epoch: at its end, or after `post_epoch`.
 
-    A loop of one's own often validates in `post_epoch`. A metric that is updated only there belongs to the epoch that
-    has just ended, as what is logged there does, and would be an epoch late if it were computed before.
+    A user's loop often validates in `post_epoch`. A metric that is updated only there belongs to the epoch that has
+    just ended, as values logged there do, and would be an epoch late if it were computed before.
     """
 
     def __init__(self) -> None:
@@ -41,23 +41,25 @@ class AddedMetrics(dict[str, EpochMetric]):
         self._late: dict[str, EpochMetric] = {}
 
     def compute(self, logged: Mapping[str, Value], device: torch.device) -> dict[str, Value]:
-        """Computes, on all ranks, what any rank has updated; the others wait for `compute_late`."""
+        """Computes, on all ranks, the metrics that any rank has updated, and leaves the rest to `compute_late`."""
         updated = torch.tensor(
             [_is_updated(metric) for metric in self.values()], dtype=torch.int64, device=device
         )
         anywhere = gather_rows(updated).amax(0).tolist() if self else []
-        now = {name: metric for (name, metric), there in zip(self.items(), anywhere, strict=True) if there}
+        now = {
+            name: metric for (name, metric), any_rank in zip(self.items(), anywhere, strict=True) if any_rank
+        }
         self._late = {name: metric for name, metric in self.items() if name not in now}
         return compute_metrics(now, logged)
 
     def compute_late(self, point: LogPoint) -> LogPoint:
-        """Adds what was left to this log point, on all ranks."""
+        """Adds the metrics that `compute` has left, on all ranks."""
         late, self._late = self._late, {}
         return replace(point, values=compute_metrics(late, point.values)) if late else point
 
 
 def _is_updated(metric: EpochMetric) -> bool:
-    """Whether a metric says that it was updated since it was reset; one that cannot say so counts as updated."""
+    """Whether a metric was updated since it was reset; one that does not record it counts as updated."""
     parts = metric.values() if isinstance(metric, nn.ModuleDict) else (metric,)
     return any(getattr(part, "update_called", True) for part in parts)
 
@@ -72,7 +74,7 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
         result = metrics[name].compute()
         for key, part in result.items() if isinstance(result, Mapping) else [("", result)]:
             found[f"{name}/{key}" if key else name] = _plain(name, part)
-    for metric in metrics.values():  # which may have two names
+    for metric in metrics.values():  # after all are computed, since one metric may have two names
         metric.reset()
     check_names(found, logged)
     return {**logged, **found}
@@ -80,11 +82,11 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
 
 @contextmanager
 def keeping_counts(metrics: Iterable[EpochMetric]) -> Iterator[None]:
-    """Has metrics begin at zero within, and restores on exit what they had counted.
+    """Resets metrics for the context, and restores their counts on exit.
 
-    The tensors and containers among their attributes are copied, and those of the metrics that they consist of; of a
-    metric that is a container itself, its items, too. All else is left alone, such as a network that a metric applies,
-    or a process group.
+    It copies the tensors and containers among the attributes of the metrics and of metrics inside them, and the items
+    of a metric that is a container itself. It does not copy anything else, such as a network that a metric applies, or
+    a process group.
     """
     every = {id(metric): metric for metric in metrics}.values()
     parts: dict[int, Any] = {}
@@ -105,7 +107,7 @@ def keeping_counts(metrics: Iterable[EpochMetric]) -> Iterator[None]:
 
 
 def _find_parts(value: Any, found: dict[int, Any]) -> None:
-    """Finds, by their ids, the objects below an attribute that are reset with a metric: each has counts of its own."""
+    """Adds to `found`, by id, the objects below `value` that have counts of their own and a `reset`."""
     if id(value) in found or isinstance(value, type):
         return
     below: Iterable[Any]
@@ -126,8 +128,8 @@ def _find_parts(value: Any, found: dict[int, Any]) -> None:
 
 
 def _attributes(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns what is in the `__dict__` of an object, and what is in its slots."""
-    state = object.__getstate__(part)  # not what it may define for pickle
+    """Returns the attributes of an object in its `__dict__`, and those in its slots."""
+    state = object.__getstate__(part)  # not a `__getstate__` of its own, for pickle
     attributes, slots = state if isinstance(state, tuple) else (state, None)
     return attributes or {}, slots or {}
 
@@ -143,7 +145,7 @@ def _restore(part: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> No
 
 
 def _items(part: Any) -> list[Any]:
-    """Returns what is in an object that is a container itself, of a dict as pairs."""
+    """Returns the items of an object that is a container itself; those of a dict as pairs."""
     match part:
         case dict():
             return [*part.items()]
@@ -167,10 +169,10 @@ def _restore_items(part: Any, items: list[Any]) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Returns a copy of what a metric counts in; all else is returned as it is."""
+    """Returns a copy of a tensor, array or container, in which a metric counts; returns anything else as it is."""
     match value:
         case nn.Parameter():
-            return value  # which an optimizer may know
+            return value  # an optimizer may hold it
         case Tensor():
             return value.detach().clone()
         case np.ndarray():
@@ -204,7 +206,7 @@ def metrics_of_set(
 ) -> dict[str, EpochMetric]:
     """Returns the metrics of one validation set of several, by the names that they have there.
 
-    A metric under the default prefix is one of every set; one under the prefix of a set is of that set only.
+    A metric under the default prefix belongs to every set; one under the prefix of a set belongs to that set only.
 
     >>> metrics_of_set({"val/auroc": metric}, "ood/", prefixes=("val/", "ood/"), default="val/")
     {'ood/auroc': metric}
@@ -239,13 +241,13 @@ def _plain(name: str, result: Any) -> Value:
     )
 
 
-_UPDATES = "headway_updates"  # beside the names of states, which are those of attributes
+_UPDATES = "headway_updates"  # a key that no state of a metric has: those are names of attributes
 
 
 def metric_state(thing: Any) -> dict[str, Any]:
-    """Returns the `state_dict` of an object that is saved; of a metric also how often each part of it was updated.
+    """Returns the `state_dict` of an object; for a metric, with the number of updates of each of its parts.
 
-    torchmetrics does not save that, but averages by it, and tells by it whether there is anything to compute.
+    torchmetrics does not save these numbers, but averages by them, and needs them to know whether to compute.
     """
     state: dict[str, Any] = thing.state_dict()
     counts = [part._update_count for part in _counting_parts(thing)]
@@ -253,17 +255,17 @@ def metric_state(thing: Any) -> dict[str, Any]:
 
 
 def load_metric_state(thing: Any, state: Any) -> None:
-    """Restores what `metric_state` returned."""
+    """Restores the result of `metric_state`."""
     parts = _counting_parts(thing)
     if not isinstance(state, Mapping) or _UPDATES not in state:
-        thing.load_state_dict(state)  # of anything else, or from an older checkpoint, which has no counts
+        thing.load_state_dict(state)  # not a metric, or an older checkpoint, which has no counts
         return
     thing.load_state_dict({name: value for name, value in state.items() if name != _UPDATES})
     for part, count in zip(parts, state[_UPDATES], strict=False):
-        part._update_count, part._computed = count, None  # a result that was computed before is another one
+        part._update_count, part._computed = count, None  # a cached result is that of another state
 
 
 def _counting_parts(thing: object) -> list[Any]:
-    """Returns the parts of a metric that count updates; those of another module do not save what they have counted."""
+    """Returns the parts of a metric that count updates; metrics inside another module do not save their states."""
     parts = thing.modules() if isinstance(thing, nn.Module) and isinstance(thing, EpochMetric) else ()
     return [part for part in parts if isinstance(getattr(part, "_update_count", None), int)]

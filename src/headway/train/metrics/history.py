@@ -40,7 +40,7 @@ class History:
         self.log_points: deque[MetricRow] = deque(maxlen=MAX_LOG_POINTS)
 
     def __getitem__(self, name: str) -> list[Value]:
-        """Returns the value of each epoch that has one; of a metric that only log points have, the last of each."""
+        """Returns the value of each epoch that has one; for a metric of log points only, the last in each epoch."""
         found = [row.values[name] for row in self.epochs if name in row.values]
         if found:
             return found

@@ -15,8 +15,8 @@ def log_learning_rates(
 ) -> None:
     """Logs the learning rate of an optimizer: `lr/NAME`, or `lr/NAME/GROUP` if it has several parameter groups.
 
-    GROUP is the number of the group, or its "name" if all groups have one. What the user logs under a name stays.
-    `used` are the rates of the last step, by group, where a scheduler has changed them since.
+    GROUP is the number of the group, or its "name" if all groups have one. A value that the user has logged under that
+    name is kept. `used` are the rates of the last step, by group, if a scheduler has changed them since.
     """
     groups = optimizer.param_groups
     names = [str(group.get("name", number)) for number, group in enumerate(groups)]

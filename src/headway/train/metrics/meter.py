@@ -7,9 +7,9 @@ one collective then serves means, minima and flags, every rank adds the same num
 name the rank with a non-finite value.
 
 The layout that all ranks agreed on fixes the length of the vector. So ranks that log different names still run a valid
-collective; they see that the hashes differ, exchange their lists of names, and raise an error that lists the
-differences. Metrics of one group are logged by a rank together: a rank that has logged none of them (its shard of that
-data is empty) adopts the names of the others. Each validation set is a group.
+collective; then they compare the hashes, exchange their lists of names, and raise an error that lists the differences.
+A rank logs either all metrics of a group or none: if its shard of that data is empty, it adopts the names of the other
+ranks. Each validation set is a group.
 """
 
 from __future__ import annotations
@@ -40,13 +40,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 Sums: TypeAlias = tuple[Array, float]
 """the accumulated values of a metric, flat, and their total weight"""
 
-_START = {
-    "mean": 0.0,
-    "sum": 0.0,
-    "last": 0.0,
-    "min": float("inf"),
-    "max": float("-inf"),
-}  # changes no result
+_START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": math.inf, "max": -math.inf}  # changes no result
 _HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch
 
 
@@ -157,9 +151,9 @@ class LogPoint:
     busy: Sequence[float]
     """the busy seconds that each rank reported"""
     first_batches: Sequence[float]
-    """what tells the first batches of ranks apart, where these are compared; else 0"""
+    """a number for the first batch of each rank, where these are compared; else 0"""
     data_ranks: int
-    """the ranks with batches of their own; fewer than all where some compute one model together"""
+    """the number of ranks with batches of their own; fewer than all if some compute one model together"""
     not_finite: Mapping[str, Sequence[int]]
     """metrics with a non-finite sum, and the ranks that contributed it"""
 
@@ -179,9 +173,9 @@ class MetricAccumulator:
 
     def __init__(self, device: torch.device, *, repeats_batches: bool = False) -> None:
         self._device = device
-        self._repeats_batches = repeats_batches  # of another rank, whose sums count for both
+        self._repeats_batches = repeats_batches  # those of another rank, whose sums count for both
         self.first_batch = 0
-        """what tells the first batch of this rank from those of others, for the next log point; 0 for nothing"""
+        """a number for the first batch of this rank, exchanged at the next log point; 0 if there is none"""
         self._cells: dict[str, Cell] = {}  # of scope "global"
         self._rank_cells: dict[str, Cell] = {}  # of scope "rank"
         self._agreed: tuple[MetricKey, ...] = ()
@@ -197,7 +191,7 @@ class MetricAccumulator:
         scope: Scope = "global",
         group: str = "",
     ) -> None:
-        """Adds a value to a metric, without waiting for the device or communicating; one of weight 0 only names it.
+        """Adds a value to a metric, without waiting or communicating; one of weight 0 only registers the name.
 
         A rank may log no metric of a group, while others log them all.
         """
@@ -219,7 +213,7 @@ class MetricAccumulator:
         cell.add(value, weight)
 
     def has_logged(self, name: str) -> bool:
-        """Whether a value was logged under this name since the last log point, by any weight on the host."""
+        """Whether a value was logged under this name since the last log point."""
         cell = self._cells.get(name) or self._rank_cells.get(name)
         return cell is not None and (cell.weight != 0 or cell.device_weight is not None)
 
@@ -247,7 +241,7 @@ class MetricAccumulator:
         return cells[name]
 
     def reduce(self, flags: int = 0, *, busy: float = 0.0) -> LogPoint:
-        """Holds a log point: reduces what all ranks have logged since the last one, and exchanges their flags."""
+        """Holds a log point: reduces the values that all ranks have logged since the last one, and exchanges flags."""
         mine, agreed = tuple(cell.key for cell in self._cells.values()), _hash(self._agreed)
         counts = 0.0 if self._repeats_batches else 1.0
         header = [_hash(_adopt(mine, self._agreed)), flags, busy, counts, self.first_batch]
@@ -280,7 +274,9 @@ class MetricAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums of the unfinished epoch, as plain values. Call it right after a log point, on any rank."""
         return {
-            "keys": [list(key[:3]) for key in self._agreed],  # from now on all ranks have all of them
+            "keys": [
+                list(key[:3]) for key in self._agreed
+            ],  # without groups: a resumed run has all keys on all ranks
             "epoch": {name: [*sums.tolist(), weight] for name, (sums, weight) in self._epoch.items()},
         }
 
@@ -293,7 +289,7 @@ class MetricAccumulator:
     # --- between ranks
 
     def _gather(self, keys: Sequence[MetricKey], header: Sequence[float] = ()) -> Array:
-        """Returns a row of each rank (header, weights and sums in the order of `keys`) and resets the cells."""
+        """Returns one row per rank (header, weights and sums in the order of `keys`) and resets the cells."""
         cells = [self._cells.get(key.name) or Cell(key, self._device) for key in keys]
         numbers = [*header, *(cell.weight for cell in cells)]
         if rank_and_size()[1] == 1 and all(cell.device_weight is None for cell in cells):
@@ -308,7 +304,7 @@ class MetricAccumulator:
     def _pack(self, cells: Sequence[Cell], numbers: Sequence[float], at: int) -> Tensor:
         """Returns `numbers`, whose weights begin at index `at`, and all sums as one flat vector on the device.
 
-        The numbers on the host are copied to the device at once, without waiting.
+        The numbers are copied to the device in one transfer, without waiting.
         """
         first = torch.tensor(numbers, dtype=exact_dtype(self._device)).to(self._device, non_blocking=True)
         for place, cell in enumerate(cells, start=at):
@@ -321,7 +317,7 @@ class MetricAccumulator:
     ) -> dict[str, tuple[Value, list[int]]]:
         """Returns the value of each metric that was logged, and the ranks that contributed a non-finite sum.
 
-        `table` has the vectors that `_pack` made on all ranks, without the header; `counted` says whose sums count.
+        `table` has the vectors of all ranks from `_pack`, without the header; `counted` marks ranks whose sums count.
         """
         found: dict[str, tuple[Value, list[int]]] = {}
         at = len(keys)
@@ -361,7 +357,7 @@ def _value(key: MetricKey, sums: Sums) -> Value | None:
 
 
 def _merge_ranks(sums: Array, weights: Array, reduction: str, counted: Mask) -> Sums:
-    """Merges the rows of all ranks into one; of ranks that share their batches, a sum counts once."""
+    """Merges the rows of all ranks into one; ranks that share their batches count once in a sum."""
     if len(weights) == 1:
         return sums[0], float(weights[0])
     match reduction:

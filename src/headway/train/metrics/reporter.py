@@ -102,7 +102,7 @@ class Reporter:
             whole = sum(seconds.values())
             self.data_wait = seconds.get("data", 0.0) / whole if whole else None
             row["samples_per_second"] = self._rate
-            row["busy_seconds"] = round(state.run.busy_s, 6)  # its own: what readers compare between ranks
+            row["busy_seconds"] = round(state.run.busy_s, 6)  # of this rank; readers compare ranks
             if self._world.is_root and (checkpointer := state.run.checkpointer) is not None:
                 row["checkpoint_age_seconds"] = checkpointer.checkpoint_age_s
         self._since = now
@@ -118,9 +118,8 @@ class Reporter:
             row["memory_peak"] = self._memory_peak(now)
         self._rows.write(row)
         self._shown.update(point.values)
-        at_start = (
-            kind == "validation" and not state.steps_done
-        )  # asked for, and often the only one for a while
+        # a validation at the start is shown in any case: the next update may take long
+        at_start = kind == "validation" and not state.steps_done
         if self._display is not None and (at_start or self._display.due(now)):
             self._display.update(self._snapshot(state, step))
 
@@ -139,7 +138,7 @@ class Reporter:
         )
 
     def _begin_stage(self, state: LoopState, step: int) -> None:
-        """Writes the event from which readers know how far the stage will go, at its first log point."""
+        """Writes the event with the length of a stage, for readers, at its first log point."""
         if self._world.is_root:
             self._events.write(
                 "stage",
@@ -152,14 +151,16 @@ class Reporter:
             )
 
     def _note_weights(self, counters: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Writes an event if the weights of a mixture are not those of the last log point."""
+        """Writes an event if the weights of a mixture have changed since the last log point."""
         if not self._world.is_root:
             return
         for name, totals in counters.items():
             now = {key[7:]: value for key, value in totals.items() if key.startswith("target/")}
             if now and self._targets.setdefault(name, now) != now:
                 weights = ", ".join(f"{key} {value:.3g}" for key, value in now.items())
-                self._events.write("weights", f"{name} is mixed anew: {weights}", step=step, weights=now)
+                self._events.write(
+                    "weights", f"{name} has new mixture weights: {weights}", step=step, weights=now
+                )
             self._targets[name] = now
 
     def _memory_peak(self, now: float) -> int:
@@ -180,13 +181,13 @@ class Reporter:
         self._rows.write({"kind": "epoch", "time": time.time(), **place, "metrics": dict(values), **more})
 
     def show_epoch(self) -> None:
-        """Shows the epoch that has ended, once `post_epoch` has logged what it has to add."""
+        """Shows the epoch that has ended, after `post_epoch` has added its metrics."""
         if self._display is not None and self._ended is not None:
             self._display.end_epoch(self._ended)
         self._ended = None
 
     def extend_epoch(self, row: MetricRow, point: LogPoint) -> None:
-        """Writes what was logged after the row of an epoch as another row of the same epoch."""
+        """Writes metrics that were logged after the row of an epoch as another row of the same epoch."""
         self._shown.update(point.values)
         values = point.values if self._world.is_root else {}
         if values or point.local:

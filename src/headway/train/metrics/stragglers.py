@@ -34,16 +34,14 @@ class Stragglers:
     """
 
     def __init__(self) -> None:
-        self._slow: dict[
-            int, tuple[int, float]
-        ] = {}  # rank -> log points in a row, and the seconds lost there
-        self._told: dict[int, int] = {}  # rank -> log points in a row at which it was not slow again
+        self._slow: dict[int, tuple[int, float]] = {}  # rank -> log points in a row, and the seconds lost
+        self._reported: dict[int, int] = {}  # rank -> log points in a row since, at which it was not slow
 
     def observe(self, times: Sequence[float], *, whole: float, sampled: bool = False) -> str | None:
         """Returns a message at the log point where a rank counts as a straggler; None at all others.
 
-        A rank is named again only if it was as fast as the others for as long in between.
-        `sampled` says that only one step of the interval was measured.
+        A rank is reported again only after it was as fast as the others for as many log points.
+        `sampled` means that only one step of the interval was measured.
         """
         enough = SLOW_LOG_POINTS_SAMPLED if sampled else SLOW_LOG_POINTS
         usual = median_low(times)  # of two ranks the faster one: their mean would hide all but twice the time
@@ -53,14 +51,14 @@ class Stragglers:
                 points, lost = self._slow.get(rank, (0, 0.0))
                 slow[rank] = points + 1, lost + time - usual
         self._slow = slow
-        well = {rank: 0 if rank in self._slow else count + 1 for rank, count in self._told.items()}
-        self._told = {rank: count for rank, count in well.items() if count < enough}
+        since = {rank: 0 if rank in slow else count + 1 for rank, count in self._reported.items()}
+        self._reported = {rank: count for rank, count in since.items() if count < enough}
         reached = [
             rank
             for rank, (points, lost) in slow.items()
-            if points >= enough and lost >= MIN_LOST_S and rank not in self._told
+            if points >= enough and lost >= MIN_LOST_S and rank not in self._reported
         ]
-        self._told |= dict.fromkeys(reached, 0)
+        self._reported |= dict.fromkeys(reached, 0)
         if not reached:
             return None
         worst = max(reached, key=lambda rank: times[rank])

@@ -5,7 +5,7 @@ records events in the stream instead and reads them at log points, where the hos
 "data" is then the time in which the GPU was idle because the next batch was not ready.
 
 Reading a clock costs a microsecond or two when the operations before it have emptied the caches, and an event costs 40.
-So of short steps the timer measures only one between two log points, and counts it for all of them.
+So the timer measures only one of the short steps between two log points, and counts it for all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Phase = Literal["data", "compute", "backward", "optimizer", "wait", "validation"
 SHORT_STEP_S = 0.05
 """shorter steps are not all measured"""
 SAMPLE_STEPS = 50
-"""of short steps one in this many is measured, or one between two log points if these are closer"""
-_MOST_EVENTS = 4096
-"""that are kept until a log point: those that are over are then read, and used again"""
+"""one in this many short steps is measured, or one between two log points if these are closer"""
+_MAX_EVENTS_KEPT = 4096
+"""events that are kept until a log point; when there are more, finished ones are read and reused"""
 _AT_LOG_POINTS = ("wait", "other")
 _IN_A_STEP = ("data", "compute", "backward", "optimizer")
 
@@ -62,7 +62,7 @@ class PhaseTimer:
         self._off = False
 
     def begin_step(self, weight: int) -> None:
-        """Begins the next step with its wait for data; it counts `weight` times, and is not measured if that is 0."""
+        """Begins the next step with its wait for data. The step counts `weight` times; with 0 it is not measured."""
         self._step_weight = weight
         self.mark_step = self._mark_step if weight else _no_op
         if weight:
@@ -93,7 +93,7 @@ class PhaseTimer:
 
     @contextmanager
     def interrupted_by(self, phase: Phase) -> Iterator[None]:
-        """Counts the time within as `phase`, or as what is marked there, and then continues what it interrupts."""
+        """Counts the time within as `phase`, or as phases marked there, and then continues the interrupted phase."""
         measuring, before, weight = self.measuring, self._phase, self._weight
         self._mark(phase, 1)
         try:
@@ -106,7 +106,7 @@ class PhaseTimer:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Measures nothing within: outside of a run, nobody takes what is measured."""
+        """Measures nothing within: outside a run, nothing reads the times."""
         before, self._off = self._off, True
         try:
             yield
@@ -116,7 +116,7 @@ class PhaseTimer:
     def take(self, most: int = SAMPLE_STEPS) -> dict[str, float]:
         """Returns seconds per phase since the last call. On a GPU, call it when the host has just waited for it.
 
-        Of short steps, one in `most` is measured from now on.
+        From now on, one in `most` short steps is measured.
         """
         if self._cuda:
             self._read_events()
@@ -135,9 +135,7 @@ class PhaseTimer:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events.append((phase, weight, event))
-            if (
-                len(self._events) % _MOST_EVENTS == 0
-            ):  # a validation of a hundred thousand batches has no log point
+            if len(self._events) % _MAX_EVENTS_KEPT == 0:  # a validation of 100,000 batches has no log point
                 self._read_events()
         else:
             now = time.perf_counter()
@@ -151,7 +149,7 @@ class PhaseTimer:
 
     def _read_events(self) -> None:
         done = self._events
-        # what is still running belongs to the next interval
+        # phases that are still running belong to the next interval
         while done and not done[-1][2].query():  # type: ignore[no-untyped-call]
             done = done[:-1]
         for (phase, weight, begin), (_, _, end) in pairwise(done):

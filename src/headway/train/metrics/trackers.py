@@ -1,4 +1,4 @@
-"""The methods of `Pipeline` that pass metrics and media on, and say how media are kept."""
+"""The methods of `Pipeline` that add sinks for metrics and media, and set how media are kept."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class TrackerMethods(ABC):
-    """What a pipeline passes on: its sinks, and its media, which are in the run directory in any case."""
+    """The sinks and the media of a pipeline; the run directory has metrics and media in any case."""
 
     _state: RunState
 
     def enable_wandb(self, **options: Unpack[WandbOptions]) -> None:
         """Sends metrics and media to Weights & Biases, in a process that never delays training.
 
-        Takes what `wandb.init` takes and what makes sense here: `project`, `entity`, `name`, `notes`, `group`,
-        `job_type`, `tags`, `mode`, `save_code`, `settings`; `artifacts`, which are files of the run directory; and
+        Takes the arguments of `wandb.init` that make sense here: `project`, `entity`, `name`, `notes`, `group`,
+        `job_type`, `tags`, `mode`, `save_code`, `settings`; also `artifacts`, files of the run directory to upload, and
         `shared=True`, with which all ranks write to one run: see `headway.record.sinks.Wandb`.
 
         >>> pipe.enable_wandb(project="digits", job_type="train", notes="a larger crop", tags=["baseline"])
@@ -36,7 +36,7 @@ class TrackerMethods(ABC):
     ) -> None:
         """Writes event files for TensorBoard, by default into `tensorboard/` in the run directory.
 
-        Takes what `SummaryWriter` takes: `max_queue`, `flush_secs` and `filename_suffix`.
+        Takes `max_queue`, `flush_secs` and `filename_suffix` of `SummaryWriter`.
 
         >>> pipe.enable_tensorboard("tensorboard/digits")
         """
@@ -46,8 +46,8 @@ class TrackerMethods(ABC):
     def enable_mlflow(self, **options: Unpack[MlflowOptions]) -> None:
         """Sends metrics and media to MLflow, in a process that never delays training.
 
-        `tracking_uri`, `experiment`, `name`, `notes`, `tags` (a dict), `artifact_location` (of a new experiment) and
-        `artifacts`: see `headway.record.sinks.Mlflow`.
+        Takes `tracking_uri`, `experiment`, `name`, `notes`, `tags` (a dict), `artifact_location` (for a new experiment)
+        and `artifacts`: see `headway.record.sinks.Mlflow`.
 
         >>> pipe.enable_mlflow(tracking_uri="sqlite:////data/mlflow.db", experiment="digits")
         """
@@ -68,10 +68,10 @@ class TrackerMethods(ABC):
         format: ImageFormat = "png",
         ranks: tuple[int, ...] | Literal["all"] = (0,),
     ) -> None:
-        """Sets how `log_image`, `log_figure`, `log_histogram` and `log_text` of stages are kept.
+        """Sets how the items of `log_image`, `log_figure`, `log_histogram` and `log_text` are kept.
 
         `max_gb` is the size of all files together, in units of 1e9 bytes: when it is reached, some of the older items
-        of the largest names are removed. `format` is "png" or "jpeg". Only `ranks` keep what they log.
+        under the largest names are removed. `format` is "png" or "jpeg". Only `ranks` keep their items.
 
         >>> pipe.set_media(max_gb=5, format="jpeg")
         """

@@ -44,7 +44,7 @@ class InitialWeights:
     def of(
         cls, source: WeightsLike | None, *, strict: bool, rename: Rename | None, root: str | os.PathLike[str]
     ) -> InitialWeights | None:
-        """Returns those of `register_model`, where a run may be named by the end of its id; None without any."""
+        """Checks the arguments of `register_model`; None without `init_from`, which may be the end of a run's id."""
         if source is not None:
             return cls(find_weights(source, root), strict=strict, rename=rename)
         for name, value, default in (("strict", strict, True), ("rename", rename, None)):
@@ -60,7 +60,7 @@ class InitialWeights:
     ) -> WeightsReport:
         """Fills a model, whole or sharded, and prints what matched; each rank reads only its shards.
 
-        `empty` names the tensors that have memory and no values: without weights they would be anything.
+        `empty` names the tensors whose memory is not initialized, which must be in the weights.
         """
         tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
         report = load_weights(
@@ -79,7 +79,7 @@ class InitialWeights:
 
 
 def find_weights(given: WeightsLike, root: str | os.PathLike[str]) -> Weights:
-    """Returns which weights are meant; a text that is not a path may be the id of a run under `root`, or its end."""
+    """Returns the weights; a text that is not a path may be the id of a run under `root`, or its end."""
     weights = given if isinstance(given, Weights) else Weights(given)
     place = weights.source
     if isinstance(place, str) and place and "/" not in place:
@@ -94,12 +94,12 @@ def _path_of_run(place: str, root: str | os.PathLike[str]) -> str | None:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a model has adapters of peft, such as LoRA: what is frozen is then in no checkpoint."""
+    """Whether a model has adapters of peft, such as LoRA: checkpoints then leave out frozen parameters."""
     return hasattr(module, "peft_config") and hasattr(module, "base_model")
 
 
 def adapter_name(module: nn.Module) -> str:
-    """Returns the name of the adapter that is trained, which peft puts into the names of its tensors."""
+    """Returns the name of the adapter that is trained, which is part of the names of its tensors in peft."""
     known: Any = module.peft_config
     active = getattr(module, "active_adapter", "default")
     return str(active if isinstance(active, str) and active in known else next(iter(known)))
@@ -118,13 +118,13 @@ def adapter_config(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _trained_and_frozen(module: nn.Module) -> list[set[str]]:
-    """Returns both sets of names: weights may be those of the base model alone, or of the adapters alone."""
+    """Returns both sets of names: weights may have only the base model, or only the adapters."""
     named = list(module.named_parameters(remove_duplicate=False))
     return [{key for key, p in named if p.requires_grad is trained} for trained in (True, False)]
 
 
 def _with_adapters(rename: Rename | None, tensors: dict[str, Any]) -> Rename:
-    """Returns a rename that also finds the tensors of the base model, which peft gives longer names."""
+    """Returns a rename that also finds the tensors of the base model, whose names peft extends."""
     longer = {name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in tensors}
 
     def find(name: str) -> str | None:
@@ -139,7 +139,7 @@ def _with_adapters(rename: Rename | None, tensors: dict[str, Any]) -> Rename:
 
 
 def find_empty(name: str, module: nn.Module, *, given: bool) -> set[str]:
-    """Returns the names of tensors on the meta device, without memory; refuses what weights could not fill."""
+    """Returns the names of tensors on the meta device; raises `UsageError` if the weights could not fill them."""
     kept = module.state_dict()
     lost = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in kept]
     if lost:
@@ -156,7 +156,7 @@ def find_empty(name: str, module: nn.Module, *, given: bool) -> set[str]:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Gives memory to what is on the meta device, and moves the rest to the device."""
+    """Allocates tensors that are on the meta device, and moves the others to the device."""
 
     def move(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
@@ -168,7 +168,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def empty_parameters() -> Iterator[None]:
     """Builds models without memory for their parameters, to be filled by `register_model(..., init_from=...)`.
 
-    With FSDP2, no rank ever holds the whole model. Buffers are made as ever.
+    With FSDP2, no rank ever holds the whole model. Buffers are created as usual.
 
     >>> with hw.train.empty_parameters():
     ...     net = LlamaForCausalLM(config)

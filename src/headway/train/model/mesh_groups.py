@@ -44,7 +44,7 @@ def split_param_groups(optimizer: Optimizer) -> bool:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the total norm of all gradients, of all ranks together."""
+    """Returns the total norm of all gradients, over all ranks."""
     norms = [get_total_norm(kind) for kind in group_by_mesh(gradients) or [[]]]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))

@@ -1,4 +1,4 @@
-"""`NamedParts`: the parts of a pipeline by name, which say what there is when a name is misspelled."""
+"""`NamedParts`: the parts of a pipeline by name, with an error for a misspelled name that lists the valid ones."""
 
 from __future__ import annotations
 

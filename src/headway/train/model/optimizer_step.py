@@ -1,4 +1,4 @@
-"""`OptimizerStep`: what the managed loop does with the losses and gradients of a step, until weights are updated."""
+"""`OptimizerStep`: the part of a managed step from its losses to the update of the weights."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ class OptimizerStep:
         """whether the batches of this epoch so far have weights, if that is known"""
         self._updates: list[Callable[[], object]] | None = None
         self._ordered: dict[tuple[tuple[int, int], ...], list[nn.Parameter]] = {}  # by groups of parameters
-        self._shares: Sequence[Tensor | float] = ()  # of the batches of this step, if they have no weights
-        # of this rank's batches so far, if gradients are divided at the end
-        self._weight: Tensor | None = None
-        self._unit: Tensor | None = None
-        # has the last step overflowed?
-        self._undecided: tuple[Sequence[Optimizer], HostReadback] | None = None
+        self._shares: Sequence[Tensor | float] = ()  # of each batch in this step, if batches have no weights
+        self._weight: Tensor | None = (
+            None  # of this rank's batches so far, if gradients are divided at the end
+        )
+        self._unit: Tensor | None = None  # of weights, see `_choose_unit`
+        self._undecided: tuple[Sequence[Optimizer], HostReadback] | None = (
+            None  # whether the last step overflowed
+        )
 
     def begin_epoch(self) -> None:
-        """Finds out once per epoch what does not depend on the step."""
+        """Prepares, once per epoch, what does not depend on the step."""
         self.weighs, self._updates = None, self._fixed_updates()
         self._ordered.clear()
 
@@ -73,10 +75,10 @@ class OptimizerStep:
     # --- the mean over batches and ranks
 
     def scale(self, loss: Tensor, weight: Tensor | None, window: Sequence[Any], number: int) -> Tensor:
-        """Returns what to call backward on, so that the gradient is that of a mean over all batches and ranks.
+        """Returns the loss to call backward on, so that the gradient is that of a mean over all batches and ranks.
 
-        It is the mean over samples, or by the weights that the step returned. The weights of a window are not known
-        before its last forward pass; then its gradients are those of a sum, and `apply_update` divides them.
+        It is the mean over samples, or by the weights that the step returned. With accumulation, the total weight is
+        not known before the last forward pass; gradients are then those of a sum, and `apply_update` divides them.
         """
         if self.weighs is (weight is None):
             raise weighs_some(self._state.stage)
@@ -93,9 +95,9 @@ class OptimizerStep:
         return loss.float() * (weight / self._unit).float()
 
     def agree_on_weights(self, weighs: bool) -> None:
-        """Notes whether the batches of this epoch have weights; raises on all ranks if only some of them return any.
+        """Sets whether the batches of this epoch have weights; raises on all ranks if only some ranks return them.
 
-        These would run other collectives than the others from here on, and all would wait for each other.
+        Such ranks would run other collectives than the rest from here on, and all would hang.
         """
         if self._state.pipe.world.world_size > 1:
             table = gather_rows(torch.tensor([float(weighs)], device=self._state.device))
@@ -105,17 +107,17 @@ class OptimizerStep:
         self.weighs = weighs
 
     def _ranks_per_weight(self, weight: Tensor) -> Tensor:
-        """Returns the number of ranks, by which gradients are divided anyway, over the weight of all ranks."""
+        """Returns the number of ranks, by which the gradient sync divides, over the total weight of all ranks."""
         total, size = weight.clone(), self._state.pipe.world.world_size
         if size > 1:
             c10d.all_reduce(total)
         return size / total.clamp(min=SMALLEST_WEIGHT)
 
     def _choose_unit(self, weight: Tensor) -> Tensor:
-        """Returns a power of two near the weights, the same on all ranks, in which to count them.
+        """Returns a power of two near the weights, the same on all ranks, as the unit in which they are counted.
 
-        Only fp16 needs it: a loss times thousands of tokens would overflow until the loss scale is as much smaller.
-        It is chosen once in a run, and saved: what overflows and what is rounded in fp16 depends on it.
+        Only fp16 needs it: a loss times thousands of tokens would overflow until the loss scale has shrunk as much.
+        It is chosen once in a run, and saved: overflows and rounding in fp16 depend on it.
         """
         if self._state.precision.scaler is None:
             return torch.ones_like(weight)
@@ -125,7 +127,7 @@ class OptimizerStep:
         return largest / torch.frexp(largest).mantissa
 
     def _divide_gradients(self, weight: Tensor) -> None:
-        """Turns the gradients of a sum of losses into those of their mean by weight."""
+        """Divides the gradients of a sum of losses by the total weight, which makes them those of the mean."""
         assert self._unit is not None
         factor = self._unit * self._ranks_per_weight(weight)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
@@ -160,9 +162,8 @@ class OptimizerStep:
     def parameters(self) -> list[nn.Parameter]:
         """Returns all parameters that this stage's optimizers step and that have a gradient."""
         groups = [group for optimizer in self._state.stage.optimizers() for group in optimizer.param_groups]
-        key = tuple(
-            (id(group), len(group["params"])) for group in groups
-        )  # hooks may add groups and parameters
+        # hooks may add groups and parameters
+        key = tuple((id(group), len(group["params"])) for group in groups)
         if key not in self._ordered:
             self._ordered[key] = self._in_order_of_models([p for group in groups for p in group["params"]])
         return [p for p in self._ordered[key] if p.grad is not None]
@@ -205,10 +206,10 @@ class OptimizerStep:
         return made
 
     def _follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Steps the schedulers and averages of the optimizers that stepped: an overflow of fp16 skips all of them.
+        """Steps the schedulers and averages of the optimizers that stepped: an overflow in fp16 skips all of them.
 
-        Whether there was one, the device knows. A fused optimizer does not make the host wait for it; then the host
-        does so only before the next update, when the device has the work of a whole step to do.
+        The result of the overflow check is on the device. A fused optimizer does not make the host wait for it; then
+        the host reads it only before the next update, when the device has the work of a whole step queued.
         """
         precision, followers = self._state.precision, followers_of(self._state.run, optimizers)
         if precision.scaler is None:
@@ -223,14 +224,16 @@ class OptimizerStep:
                 self.settle()
 
     def settle(self) -> None:
-        """Steps what follows the last update, if that has waited to know whether it overflowed.
+        """Steps the schedulers and averages of the last update, if they were deferred until its overflow check.
 
-        Call it before anything looks at schedulers, learning rates or averages.
+        Call it before anything reads schedulers, learning rates or averages.
         """
         if self._undecided is None:
             return
         (optimizers, overflows), self._undecided = self._undecided, None
-        stepped = [each for each, over in zip(optimizers, overflows.read(), strict=True) if not over]
+        stepped = [
+            each for each, overflowed in zip(optimizers, overflows.read(), strict=True) if not overflowed
+        ]
         for follow in followers_of(self._state.run, stepped):
             follow()
 
@@ -242,7 +245,7 @@ class OptimizerStep:
             self._state.log_own("grad_norm", norm, weight=norm.isfinite())
 
     def _fixed_updates(self) -> list[Callable[[], object]] | None:
-        """Returns all that a step does with its gradients, as calls; None if some of it depends on the step.
+        """Returns the calls that a step makes to apply its gradients; None if some of them depend on the step.
 
         Together with `fast_zero_grad` this saves 21 us of a step of 2,055 us (benchmarks/loop.py, H200).
         """
@@ -276,7 +279,7 @@ class OptimizerStep:
 
 
 def followers_of(run: RunState, optimizers: Sequence[Optimizer]) -> list[Callable[[], object]]:
-    """Returns what to call after the optimizers step: their schedulers and the averages of their models."""
+    """Returns the calls that follow steps of optimizers: to their schedulers, and to the averages of their models."""
     schedulers = [
         schedule.step
         for optimizer in optimizers
@@ -292,7 +295,7 @@ def followers_of(run: RunState, optimizers: Sequence[Optimizer]) -> list[Callabl
 
 
 def epoch_schedules(state: LoopState) -> list[Schedule]:
-    """Returns the schedulers that an epoch of a stage moves: not those of optimizers that only other stages step."""
+    """Returns the schedulers that step after an epoch of a stage, unless only other stages step their optimizers."""
     mine = state.stepped_optimizers().values()
     managed = [each for each in state.run.stage_states if not each.loop_is_users]
     others = [optimizer for each in managed for optimizer in each.stepped_optimizers().values()]

@@ -137,14 +137,14 @@ class RegisteredModel:
         """what validation calls: without the wrapper, so that ranks may have different numbers of batches"""
 
     def begin_training(self, optimizers: Iterable[Optimizer]) -> None:
-        """Sets the model to training mode, unless it is frozen, as a teacher is: then it keeps the mode it has."""
+        """Sets the model to training mode, unless it is frozen, such as a teacher, which keeps its mode."""
         self._check_averaged()
         self._keeps_mode = not self._is_trained(optimizers)
         if not self._keeps_mode:
             self.bare.train()
 
     def train_if_unfrozen(self, optimizers: Iterable[Optimizer]) -> None:
-        """Sets a model that was frozen when the training began to training mode, if a hook has unfrozen it since."""
+        """Sets the model to training mode if it was frozen when training began and a hook has unfrozen it since."""
         self._check_averaged()
         if self._keeps_mode and self._is_trained(optimizers):
             self._keeps_mode = False
@@ -152,12 +152,12 @@ class RegisteredModel:
                 self.bare.train()
 
     def _is_trained(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Whether it has something to train, now or, if an optimizer has its parameters, once it is unfrozen."""
+        """Whether the model has trainable parameters, or an optimizer has its parameters, to train when unfrozen."""
         stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         return any(p.requires_grad or id(p) in stepped for p in self.bare.parameters())
 
     def _check_averaged(self) -> None:
-        """Refuses to train what DDP does not know: it averages gradients of what was trainable when it was made."""
+        """Raises `UsageError` for a parameter that was frozen at registration: DDP does not average its gradient."""
         if self._averaged is None:
             return
         late = [
@@ -183,7 +183,7 @@ class RegisteredModel:
         return any(isinstance(parameter, DTensor) for parameter in self.bare.parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of the model: all of it, or of a model with adapters what is trained."""
+        """Returns the part of the model's state that a checkpoint holds: all of it, or without what adapters freeze."""
         return {key: value for key, value in self.bare.state_dict().items() if key not in self._frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,8 +196,7 @@ class RegisteredModel:
         return {key: value for key, value in self.ema.state_dict().items() if key not in self._frozen}
 
     def watch(self, optimizer: Optimizer, latest_batch: Callable[[], Any]) -> None:
-        """Checks the first steps of an optimizer: whole gradients equal over the ranks that split the model, and
-        parameters that were one still one."""
+        """Checks the first steps of an optimizer: that whole gradients are equal in a tensor group, and ties intact."""
         if self.tensor_group is not None:
             self.tensor_group.watch(optimizer, latest_batch)
         if self.sharded and self.ties:
@@ -223,9 +222,9 @@ class RegisteredModel:
                     part.reshard()  # training must not use layers that were gathered with averaged weights
 
     def _share_buffers(self, stack: ExitStack) -> None:
-        """Sets buffers to rank 0's values, which checkpoints have; on exit others get back what they train with.
+        """Sets buffers to rank 0's values, which checkpoints have; on exit, other ranks get their own values back.
 
-        Rank 0 keeps what a step of the validation has written into them.
+        Rank 0 keeps values that a validation step has written into them.
         """
         buffers: list[torch.Tensor] = []
         if isinstance(self.wrapped, DistributedDataParallel):
@@ -355,7 +354,7 @@ def _replicate(module: nn.Module, settings: Ddp, world: World) -> nn.Module:
     if world.world_size == 1 or not any(p.requires_grad for p in module.parameters()):
         return module  # nothing to average
     if isinstance(module, DistributedDataParallel):
-        return module  # by the script, with settings of its own
+        return module  # wrapped by the script, with settings of its own
     replica = DistributedDataParallel(
         module,
         device_ids=[world.device] if world.device.type == "cuda" else None,
@@ -389,7 +388,7 @@ def _choose_buckets(replica: DistributedDataParallel) -> None:
 
 @final
 class _ZeroSum(nn.Module):
-    """Uses all parameters in a sum that is always zero."""
+    """A sum over all parameters that is always zero."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
@@ -397,7 +396,7 @@ class _ZeroSum(nn.Module):
 
     def forward(self) -> torch.Tensor:
         total = torch.zeros((), device=self._parameters_used[0].device)
-        for parameter in self._parameters_used:  # backward takes the last first, as it does in a model
+        for parameter in self._parameters_used:  # backward begins with the last, as in a model
             total = total + (parameter * 0).sum().real
         return total
 

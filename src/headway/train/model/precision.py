@@ -25,7 +25,7 @@ def check_name(name: str) -> None:
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Uses deterministic kernels within the context if `enabled`; else what the script has chosen stays."""
+    """Uses deterministic kernels within the context if `enabled`; otherwise keeps the script's choice."""
     if not enabled:
         yield
         return
@@ -45,7 +45,7 @@ def copy_loss(loss: Tensor) -> Tensor:
 
 @final
 class HostReadback:
-    """A copy of a small tensor on the host, which is read later: only then the host waits, and for this copy alone."""
+    """A copy of a small tensor to the host, read later: only then does the host wait, and only for this copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
@@ -79,9 +79,9 @@ class MixedPrecision:
 
     @contextmanager
     def matmul_precision(self) -> Iterator[None]:
-        """Computes matrix products in TF32 within the context, if that is the precision; else as the script has it."""
+        """Computes matrix products in TF32 within the context, if that is the precision."""
         if self.name != "tf32":
-            yield  # torch refuses to be asked where a script has set `torch.backends.cuda.matmul.fp32_precision`
+            yield  # reading it raises where a script has set `torch.backends.cuda.matmul.fp32_precision`
             return
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
@@ -108,7 +108,7 @@ class MixedPrecision:
         found: list[Tensor] = list(self.scaler._found_inf_per_device(optimizer).values())
         if len(found) == 1:
             return found[0]
-        # of none, if the stage stepped it without the scaler; of several, if its parameters are on several devices
+        # no entry if the stage stepped it without the scaler; several if its parameters are on several devices
         return torch.tensor(any(each.item() for each in found), dtype=torch.float32, device=self._device)
 
     def runs_ahead(self, optimizer: Optimizer) -> bool:

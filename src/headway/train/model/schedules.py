@@ -30,14 +30,14 @@ class Schedule:
     """the learning rate of each parameter group in the last step, if the scheduler steps after each"""
 
     def step(self) -> None:
-        """Steps the scheduler after a step, whose learning rates are remembered for the next log point."""
+        """Steps the scheduler after a step, and keeps the step's learning rates for the next log point."""
         rates = [group.get("lr") for group in self.optimizer.param_groups]
         # a scheduler changes the rates that are tensors in place
         self.used[:] = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self.scheduler.step()
 
     def end_epoch(self, values: Mapping[str, Any]) -> None:
-        """Steps a scheduler that steps after each epoch; one that needs a metric, if the epoch has it."""
+        """Steps the scheduler if it steps after each epoch; if it needs a metric, only if the epoch has it."""
         if self.every == "step":
             return
         if self.monitor is None:
@@ -107,8 +107,8 @@ def scale_lr(
 ) -> float:
     """Scales a learning rate that was tuned with `base_batch_size` to the global batch size of this run.
 
-    `batch_size` is that of one rank, and is multiplied by the number of ranks; where a plan splits a model over ranks,
-    which share their batches, divide it by their number. "linear" suits SGD, "sqrt" suits Adam.
+    `batch_size` is that of one rank, and is multiplied by the number of ranks; if a plan splits a model over ranks that
+    share their batches, divide it by their number. "linear" suits SGD, "sqrt" suits Adam.
 
     >>> hw.scale_lr(0.1, batch_size=64, base_batch_size=256)  # on 8 ranks
     0.2

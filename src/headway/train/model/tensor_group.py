@@ -2,9 +2,9 @@
 
 A parameter that the plan does not split is whole on every rank of the group. Where it is applied to whole activations,
 its gradient is whole, too. Where it is applied to the rank's own part of a split layer (a norm over the heads of this
-rank, as in Qwen3), each rank computes a part of the gradient, and the parts must be added. Nothing in torch tells the
-two cases apart, so parameters of the second kind are named in `Tp(partial=...)`, and the gradients of the first steps
-are compared.
+rank, as in Qwen3), each rank computes a part of the gradient, and the parts must be added. Torch does not distinguish
+the two cases, so parameters of the second kind are named in `Tp(partial=...)`, and the gradients of the first steps are
+compared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TensorGroup:
             module.get_submodule(owner).register_forward_pre_hook(hook)
 
     def _find_partial(self, patterns: Sequence[str]) -> list[str]:
-        """Returns the names of the parameters whose gradients are added up: those of the modules, or their own."""
+        """Returns the names of the parameters whose gradients are added up: patterns name parameters or modules."""
         if isinstance(patterns, str):
             raise UsageError(f"model {self.model!r}: Tp(partial={patterns!r}): give a tuple of names")
         whole = [name for name, p in self._module.named_parameters() if not self._splits(p)]
@@ -75,7 +75,7 @@ class TensorGroup:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _sum_gradient_of(self, name: str, attribute: str, owner: nn.Module, _: object) -> None:
-        """Hooks the tensor that the module is about to use; with FSDP2 that is not the parameter of the optimizer."""
+        """Hooks the tensor that the module is about to use; with FSDP2 it is not the parameter in the optimizer."""
         tensor = owner.get_parameter(attribute)
         if id(tensor) not in self._hooked and tensor.requires_grad:
             self._hooked[id(tensor)] = tensor

@@ -1,7 +1,7 @@
 """Tied parameters: one parameter under several names, such as the weight of an embedding and of the output layer.
 
-Splitting or sharding replaces each parameter by a new one, name by name, so that ties come apart without a message:
-the optimizer then has one parameter more, and each of them gets a part of the gradient.
+Splitting or sharding replaces each parameter by a new one, name by name, which silently breaks ties: the optimizer then
+has one parameter more, and each of them gets a part of the gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def find_ties(module: nn.Module) -> Ties:
 
 
 def restore_ties(model: str, module: nn.Module, ties: Ties) -> None:
-    """Ties parameters again that a plan has split one by one; refuses a plan that splits them in different ways."""
+    """Ties parameters again after a plan has split each of them; raises `UsageError` if it splits them differently."""
     for names in ties:
         first, *others = names
         kept = module.get_parameter(first)
@@ -49,7 +49,7 @@ def restore_ties(model: str, module: nn.Module, ties: Ties) -> None:
 
 
 def check_ties(model: str, module: nn.Module, ties: Ties) -> None:
-    """Raises `UsageError` if parameters that were one are not."""
+    """Raises `UsageError` if parameters that were tied no longer are."""
     for names in ties:
         if len({id(module.get_parameter(name)) for name in names}) > 1:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Clearing of gradients without what torch adds to it."""
+"""Clearing of gradients without torch's profiler record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What earlier attempts say about a run: that it makes no progress, or that its checkpoints have been lost."""
+"""Checks of a run by the records of its earlier attempts: that it makes progress, and that no checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_progress(run: Run, attempt: int, step: int) -> None:
 def check_not_lost(run: Run, attempt: int) -> None:
     """Raises `NoValidCheckpoint` if a run without a checkpoint must have had one: to start over would discard work.
 
-    An attempt that saves does so before its first step. So if one has made a step, a checkpoint has been removed.
+    An attempt saves before its first step. So if one has made a step, a checkpoint has been removed.
     """
     before = [each for each in run.info()["attempts"][: attempt - 1] if "step_started" in each]
     rows = jsonlines.read_reversed(run.metrics_file(0)) if before else ()
@@ -54,7 +54,7 @@ def check_not_lost(run: Run, attempt: int) -> None:
 
 
 def seconds_since(checkpoint: Path) -> float:
-    """Returns how long ago an earlier attempt has written a checkpoint; 0 if nobody knows."""
+    """Returns the age of a checkpoint of an earlier attempt; 0 if it is not known."""
     with suppress(OSError):  # only shown to people
         return max(0.0, time.time() - checkpoint.stat().st_mtime)
     return 0.0

@@ -1,10 +1,11 @@
 """`Checkpointer`: when a pipeline saves its state, where all ranks stop, and how a run resumes.
 
 A save is consistent over all ranks: between two steps or after an epoch, never within an accumulation. If a validation
-or the end of the epoch follows a step, an ordinary save comes after it, so that the checkpoint has its own metrics and
-`keep_best` can choose by them. A stop does not wait; a validation that was due is the first thing after the resume.
+or the end of the epoch follows a step, an ordinary save comes after it, so that the checkpoint has the metrics of its
+own step and `keep_best` can choose by them. A stop does not wait; the resumed run begins with the validation that was
+due.
 
-A run may come further without a step: to the end of an epoch, or of `post_stage`. A checkpoint from then replaces an
+A run may progress without a step: to the end of an epoch, or of `post_stage`. A checkpoint from there replaces an
 earlier one of the same step.
 """
 
@@ -66,7 +67,7 @@ class Checkpointer:
         """whether to save at the next opportunity"""
         self._saver: checkpoint.Saver | None = None
         self._agreement, self._retry_agreement = Agreement(), Agreement()
-        self._attempt, self._heard = 0, list[str]()  # what this rank was asked to stop by
+        self._attempt, self._stop_requests = 0, list[str]()  # the requests that have reached this rank
         self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
         self._retry = False  # whether to repeat a save that has failed
         self._newest: tuple[int, float] | None = None
@@ -99,7 +100,7 @@ class Checkpointer:
             on_failure=self._request_retry if root else lambda _: None,
         )
         signals = stop.handle_stop_signals(current().request_stop, end, self._lead_time.seconds)
-        with signals as self._heard, saver as self._saver:
+        with signals as self._stop_requests, saver as self._saver:
             try:
                 yield
             finally:
@@ -128,12 +129,14 @@ class Checkpointer:
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
         if choice.parent is not None and loaded.path == choice.parent:
-            self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)  # this run has not saved it
-            self._metrics.best = None  # which is a checkpoint of the other run
+            self._last_save = SaveAttempt(
+                place=NOWHERE, scheduled=False
+            )  # the checkpoint is in the parent run
+            self._metrics.best = None  # and so is the best one
         self.run.run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
-        """Restores the end of a finished run: the script that was started again continues with trained models."""
+        """Restores the end of a finished run, so that its script, started again, continues with trained models."""
         loaded = self._load(choice)
         if loaded is None:
             raise NoValidCheckpoint(
@@ -159,20 +162,23 @@ class Checkpointer:
             raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
 
     def finish(self) -> None:
-        """Saves the last checkpoint of a run, and stops if that is due: the rest of the script may take long."""
+        """Saves the last checkpoint of a run, and stops if requested: the rest of the script may take long."""
         self._save_and_wait(None)
         after = f"after the last step, {self.run.steps_done:,}, with a checkpoint"
-        end_of_run.stop_if_requested(self._heard, f"{after}: {end_of_run.resume_advice(self.pipe.directory)}")
+        advice = end_of_run.resume_advice(self.pipe.directory)
+        end_of_run.stop_if_requested(self._stop_requests, f"{after}: {advice}")
         if self.pipe.world.is_root:
             note_script(self.pipe.directory, self._attempt)
 
     def leave(self) -> None:
-        """Stops after the end of the run, if that was requested while it ended: before the rest of the script."""
+        """Stops before the rest of the script, if a stop was requested while the run ended."""
         then = "the same command restores it and runs the rest of the script"
-        end_of_run.stop_if_requested(self._heard, f"when {self.pipe.directory.id} was finished: {then}")
+        end_of_run.stop_if_requested(
+            self._stop_requests, f"when {self.pipe.directory.id} was finished: {then}"
+        )
 
     def _record_start(self, step: int) -> None:
-        """Records the step where this attempt starts; raises `NoProgress` if the last ones made none."""
+        """Records the step where this attempt starts; raises `NoProgress` if earlier attempts made none."""
         run = self.pipe.directory
         if self.settings.resume == "auto":
             attempts.check_progress(run, self._attempt, step)
@@ -181,7 +187,7 @@ class Checkpointer:
     # --- what the loop calls
 
     def after_step(self, stage: LoopState) -> None:
-        """Stops or saves between two steps, if that is due."""
+        """Stops or saves between two steps, if due."""
         self._lead_time.step()
         self._pass_point(stage)
         every = self.settings.interval.steps
@@ -191,10 +197,10 @@ class Checkpointer:
 
     @contextmanager
     def validating(self, stage: LoopState) -> Iterator[None]:
-        """Surrounds the batches of a validation, and stops after them if that is due.
+        """Surrounds the batches of a validation, and stops after them, if due.
 
-        The checkpoint then has what the validation may have changed as it was before (random number generators,
-        positions of loaders, media), since the resumed run repeats the validation.
+        The checkpoint then has random number generators, positions of loaders and media from before the validation,
+        since the resumed run repeats it.
         """
         self._before_validation = self.rank_state.capture()
         if self.run.media:
@@ -221,7 +227,7 @@ class Checkpointer:
             self._save(stage)
 
     def after_epoch(self, stage: LoopState) -> None:
-        """Stops or saves between two epochs, if that is due."""
+        """Stops or saves between two epochs, if due."""
         every = self.settings.interval.epochs
         self.due |= every is not None and self.run.epoch % every == 0
         self.due |= self._metrics.improve(self.run.steps_done)
@@ -231,16 +237,16 @@ class Checkpointer:
         self._lead_time.pause()
 
     def after_stage(self, stage: LoopState, *, hooked: bool) -> None:
-        """Saves what `post_stage` has changed, if any rank has one, and this step a checkpoint without it."""
+        """Saves the changes of `post_stage`, if any rank has one and the checkpoint of this step is without them."""
         saved = self._last_save.step == self.run.steps_done
         problem, unequal = state.find_unsavable(self.pipe) if hooked else (None, False)
         self._from_root |= unequal
         if saved and problem is not None:
-            kept = f"what post_stage has changed is not in the checkpoint of step {self.run.steps_done:,}"
-            self._log(f"{kept}: {problem}", logging.WARNING)
+            lost = f"changes of post_stage are not in the checkpoint of step {self.run.steps_done:,}"
+            self._log(f"{lost}: {problem}", logging.WARNING)
             self._last_save.place = self._place()  # the checkpoint from before the hook is the last
         elif unequal:
-            self._log(f"checkpoints have what rank 0 has after post_stage: {problem}", logging.WARNING)
+            self._log(f"checkpoints have the state of rank 0 after post_stage: {problem}", logging.WARNING)
         if saved:
             self._save(stage)
 
@@ -323,7 +329,7 @@ class Checkpointer:
         self.collect_finished()
 
     def _save(self, stage: LoopState) -> None:
-        """Saves the current state. A failure is repeated at the next step; `MAX_FAILURES` of them are raised."""
+        """Saves the current state. A save that fails is repeated at the next step, and raises after `MAX_FAILURES`."""
         scheduled = self.due
         self._begin_save(stage)
         if not self._is_saved():
@@ -349,7 +355,7 @@ class Checkpointer:
         return self._last_save.place == self._place() and not self._last_save.failed
 
     def _place(self) -> Place:
-        """Returns how far the run has come."""
+        """Returns the current place of the run."""
         ended = sum(stage.ended for stage in self.run.stage_states)
         return Place(
             step=self.run.steps_done, epoch=self.run.epoch, stages_ended=ended, validated_at=self._validated
@@ -391,7 +397,7 @@ class Checkpointer:
         return f"the newest checkpoint is that of step {self._newest[0]:,}, written {age} ago"
 
     def _write(self, *, scheduled: bool) -> None:
-        """Writes a checkpoint of this state, or begins to, unless one that failed was complete."""
+        """Writes a checkpoint of this state, or begins to, unless a save that failed has left a complete one."""
         pipe, place, last = self.pipe, self._place(), self._last_save
         replaces = last.replaces if last.place == place else last.step == place.step
         if last.place == place and not replaces and from_root(self._was_committed):
@@ -418,12 +424,12 @@ class Checkpointer:
         self.collect_finished()
 
     def _was_committed(self) -> bool:
-        """Whether a save that has failed, on rank 0's disk, had come to its end: a checkpoint is never overwritten."""
+        """Whether a save that failed has still been committed, on rank 0's disk: a checkpoint is never overwritten."""
         path = self.pipe.directory.checkpoint_dir(self.run.steps_done)
         with files.storage(f"look for {path}"):
             if not path.exists():
                 return False
-            files.sync_dir(path.parent)  # the failure may have been that of this
+            files.sync_dir(path.parent)  # the save may have failed in this call
             return True
 
     # --- restoring
@@ -432,7 +438,7 @@ class Checkpointer:
         state.restore(self.run, loaded.state)
         self._last_save = SaveAttempt(place=self._place(), scheduled=False)
         self._metrics.load_state_dict(loaded.state["run"])
-        self._metrics.add(loaded.step, loaded.metrics)  # a checkpoint that replaces it has them, too
+        self._metrics.add(loaded.step, loaded.metrics)  # for a checkpoint that replaces it
         age_s = attempts.seconds_since(self.pipe.directory.checkpoint_dir(loaded.step))
         self._newest = loaded.step, time.monotonic() - age_s
         self.rank_state.restore(loaded)

@@ -1,6 +1,6 @@
-"""Random number generators that a loader has of its own: they are part of its position, as the global ones are.
+"""Random number generators that a loader owns: they are part of its position, as the global ones are.
 
-Torch's loader, its samplers and, where no worker processes have copies of it, its dataset are looked through.
+They are searched in torch's loader, its samplers and, unless worker processes have copies of it, its dataset.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEEPEST = 4  # a subset of a concatenation of datasets with a transform
 
 
 def find(loader: object, *, samples: bool | None = None) -> dict[str, OwnGenerator]:
-    """Returns the generators that a loader holds, by the path to each; `samples` whether to look at its dataset.
+    """Returns the generators that a loader holds, by the path to each; `samples` includes those of its dataset.
 
     >>> list(find(torch.utils.data.DataLoader([1, 2], generator=torch.Generator())))
     ['generator']
@@ -38,7 +38,7 @@ def capture(loader: object) -> dict[str, Any]:
 
 
 def restore(loader: object, states: Mapping[str, Any]) -> None:
-    """Restores what `capture` returned, where the loader still has the generator."""
+    """Restores the result of `capture`, for generators that the loader still has."""
     for path, each in find(loader).items():
         if path in states:
             _set_state(each, states[path])
@@ -85,7 +85,7 @@ def _set_state(generator: OwnGenerator, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """Returns a state of numpy without arrays, which a checkpoint does not take."""
+    """Returns a state of numpy without arrays, which a checkpoint cannot hold."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray | np.generic) else state

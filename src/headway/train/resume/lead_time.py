@@ -1,4 +1,4 @@
-"""`LeadTime`: how early before the end of a job its run must stop."""
+"""`LeadTime`: how long before the end of a job its run must stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headway.dist.control import stop
 class LeadTime:
     """How long before the end of a job to request a stop: the slowest step and save, each twice, and the exit.
 
-    A save may have to wait for the one before it. The exit is what the last start needed to queue the job again.
+    A save may have to wait for the one before it. The exit is the time that the last start needed to requeue the job.
     """
 
     def __init__(self) -> None:

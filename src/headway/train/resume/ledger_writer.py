@@ -2,7 +2,7 @@
 
 It is off by default. A step costs a digest of the random number generators, some 10 us. Losses stay on the device until
 the log point, where one collective gathers the entries of all ranks and rank 0 writes them. The format and the reader
-are in `headway.record.ledger`. `Ledger` is the same for a loop without a `Pipeline`.
+are in `headway.record.ledger`. `Ledger` does the same for a loop without a `Pipeline`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Loss = tuple[int, Tensor, float]
 """the step of a loss, the loss, and its weight"""
 
-_EXACT_BYTES = 6  # of a digest, as many as a double holds exactly
+_EXACT_BYTES = 6  # bytes of a digest that a double holds exactly
 
 
 @dataclass(kw_only=True)
@@ -147,7 +147,7 @@ class LedgerWriter:
 
 @final
 class Ledger:
-    """The ledger of a loop of your own: what `headway verify-resume` compares, and `headway runs samples` reads.
+    """The ledger of a loop of your own, for `headway verify-resume` and `headway runs samples`.
 
         with hw.record.recording(run, world) as attempt, hw.train.Ledger(attempt) as ledger:
             for step, (x, y) in enumerate(train, 1):

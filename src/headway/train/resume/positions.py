@@ -1,4 +1,4 @@
-"""What each rank adds to a checkpoint: its random numbers, and the positions of its loaders.
+"""The part of a checkpoint that differs between ranks: random numbers, and the positions of loaders.
 
 Some positions count all ranks together; a pass of a loader without shuffle starts at 0.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class RankState:
-    """Captures and restores where a rank is in its data and its random numbers."""
+    """Captures and restores the positions of a rank in its data and its random numbers."""
 
     def __init__(self, run: RunState) -> None:
         self._run, self._pipe = run, run.pipe
@@ -31,7 +31,7 @@ class RankState:
         self._rng: Callable[[], None] | None = None  # restores the generators where training resumes
 
     def capture(self) -> dict[str, Any]:
-        """Returns random state and loader positions; "shared" are the positions that count all ranks together."""
+        """Returns random state and loader positions; "shared" has the positions that count all ranks together."""
         stage, datasets = self._run.current_state, self._pipe.datasets
         passes = stage.passes if stage else []
         active = [each.loader for each in passes if not each.done]
@@ -74,11 +74,11 @@ class RankState:
                 logger.warning(message)
 
     def restore_rng(self) -> None:
-        """Restores the random number generators, once, where training resumes: the first of these calls does it.
+        """Restores the random number generators where training resumes; only the first call does so.
 
-        For a checkpoint from before the first epoch of a stage, that is before its `pre_stage`; from between two
-        epochs, before `pre_epoch`, whose random numbers are still to come; and from within an epoch, after `pre_epoch`,
-        whose random numbers were drawn before the save. Where the run is finished, it is at once.
+        With a checkpoint from before the first epoch of a stage, that is before its `pre_stage`; from between two
+        epochs, before `pre_epoch`, whose random numbers are still to be drawn; from within an epoch, after `pre_epoch`,
+        whose random numbers were drawn before the save. In a finished run, it is at once.
         """
         if self._rng is not None:
             self._rng()
@@ -112,7 +112,7 @@ def position(loader: StatefulObject, *, active: bool) -> dict[str, Any]:
 
 
 def find_changes(datasets: Mapping[str, Iterable[Any]], before: int, now: int) -> Iterator[str]:
-    """Yields which datasets give other samples than in the earlier attempt, because the number of ranks has changed."""
+    """Yields warnings about datasets whose samples differ from the earlier attempt's, due to the number of ranks."""
     for name, loader in datasets.items():
         if size := per_rank_batch_size(loader):
             yield (

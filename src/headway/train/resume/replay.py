@@ -1,9 +1,9 @@
-"""Loaders that cannot save their position, like torch's: opened and read again as in the run that was stopped.
+"""Loaders that cannot save their position, like torch's: a resumed run opens and reads them again as the stopped one.
 
-What such a loader yields depends on the random state when a pass begins: the global one, that of its own generators
+The batches of such a loader depend on the random state when a pass begins: the global state, that of its own generators
 and, with persistent workers, whether the workers have started, since torch draws their seed only then. All of it is
-saved. What else a loader, sampler or dataset may depend on is not known; so the batches that are read again are
-compared with those that were trained on.
+saved. A loader, sampler or dataset may depend on more than that; so the batches that are read again are compared with
+those that were trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
 
 _MOST_ELEMENTS = 1024
-"""of a tensor that are compared, evenly spread"""
+"""elements of a tensor that are compared, evenly spread"""
 _START = "_get_iterator"
 """the method by which torch's loader starts its workers"""
 _INSTEAD = "use hw.data.DataLoader, or give the loader state_dict() and load_state_dict()"
@@ -40,14 +40,14 @@ class LoaderStates:
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
-        self._began: dict[str, Mapping[str, Any]] = {}  # by dataset: the state when its workers started, once
+        self._began: dict[str, Mapping[str, Any]] = {}  # by dataset: the state when its workers first started
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the generators of each loader now."""
         found: dict[str, Any] = {}
         for name, loader in self._pipe.datasets.items():
             if not isinstance(loader, StatefulObject):
-                if name not in self._began and _has_workers(loader):  # a hook has read it, without a pass
+                if name not in self._began and _has_workers(loader):  # a hook has read it outside a pass
                     self._began[name] = self._random_state(loader)
                 found[name] = {"generators": generators.capture(loader), "began": self._began.get(name)}
         return found
@@ -61,7 +61,7 @@ class LoaderStates:
                     self._keep_seed(name, loader)
 
     def capture(self, loader: object) -> dict[str, Any]:
-        """Returns what the order of a pass that begins now depends on."""
+        """Returns the state that determines the order of a pass that begins now."""
         name = self._name(loader)
         reopened = name in self._began or _has_workers(loader)
         return self._random_state(loader) | {"dataset": name, "reopened": reopened}
@@ -81,9 +81,9 @@ class LoaderStates:
         return open_loader(loader)
 
     def reopen(self, loader: Iterable[Any], progress: Pass) -> Iterator[Any]:
-        """Returns the batches that are left of a pass; those that were trained on are read again and left out."""
+        """Returns the remaining batches of a pass; those that were trained on are read again and discarded."""
         began = progress.rng_state
-        if began is None:  # another number of ranks
+        if began is None:  # the number of ranks has changed
             return _skip(self.open(loader), progress)
         if not began.get("reopened"):
             self._forget_seed(loader)  # this is the first pass
@@ -95,10 +95,10 @@ class LoaderStates:
         return source
 
     def _keep_seed(self, name: str, loader: object) -> None:
-        """Has persistent workers, if they do not run, start with the seed that they had in the run that was stopped.
+        """Makes persistent workers that are not running start with the seed that they had in the stopped run.
 
-        Torch draws that seed when it starts them, and not in later passes. They start where the loader is read first:
-        in a pass, which pins its batches, or by a hook, and in both cases after what they may need was prepared.
+        Torch draws that seed when it starts them, and not in later passes. They start when the loader is first read: in
+        a pass, which pins its batches, or by a hook; in both cases after hooks have prepared what workers may need.
         """
         if not isinstance(loader, TorchDataLoader) or not loader.persistent_workers:
             return
@@ -134,7 +134,7 @@ class LoaderStates:
 
 
 def _has_workers(loader: object) -> bool:
-    """Whether the persistent workers of a loader of torch's run."""
+    """Whether persistent workers of a torch loader are running."""
     persistent = bool(getattr(loader, "persistent_workers", False))
     return persistent and getattr(loader, "_iterator", None) is not None
 
@@ -154,11 +154,11 @@ def read_stand_in(loader: Iterable[Any], device: torch.device, rank: int) -> Any
 
 
 def pass_states(passes: Sequence[Pass]) -> list[Mapping[str, Any] | None]:
-    """Returns what the batches of each pass depend on, on this rank, and checksums of some of them."""
+    """Returns the state that determines the batches of each pass on this rank, and checksums of some of them."""
     states: list[Mapping[str, Any] | None] = []
     for each in passes:
         state = each.rng_state
-        if state is not None and each.loader is not None:  # None: saved before, and not resumed yet
+        if state is not None and each.loader is not None:  # without a loader, the pass has not resumed yet
             now = {"generators_now": generators.capture(each.loader), "checksums": dict(each.checksums)}
             state = {**state, **now}
         states.append(state)
@@ -166,14 +166,14 @@ def pass_states(passes: Sequence[Pass]) -> list[Mapping[str, Any] | None]:
 
 
 def restore_pass_states(passes: Sequence[Pass], states: Sequence[Mapping[str, Any] | None]) -> None:
-    """Restores what `pass_states` returned on this rank."""
+    """Restores the result of `pass_states` on this rank."""
     for each, state in zip(passes, states, strict=True):
         each.rng_state = state
         each.checksums = dict(state.get("checksums", {})) if state else {}
 
 
 def note_batch(progress: Pass, batch: Any) -> None:
-    """Keeps a checksum of the batch that a pass gave last, to compare it with when it is read again."""
+    """Keeps a checksum of the last batch of a pass, to compare when the batch is read again."""
     found = checksum(batch)
     if found is not None:
         progress.checksums[progress.batches_given] = found
@@ -186,7 +186,7 @@ def checksum(batch: Any) -> int | None:
 
 
 def _skip(source: Iterator[Any], progress: Pass) -> Iterator[Any]:
-    """Discards the batches that were trained on; warns if they are others than then."""
+    """Discards the batches that were trained on; warns if they differ from those of the stopped run."""
     again = Pass()
     for again.batches_given in range(1, progress.skip + 1):
         batch = next(source, None)

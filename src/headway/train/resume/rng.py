@@ -15,7 +15,7 @@ from torch import Tensor
 def random_state(device: torch.device) -> dict[str, Any]:
     """Returns the state of all generators that training may draw from, as plain values: Python, numpy, torch, device.
 
-    A `Pipeline` saves it by itself. In a loop of your own it belongs into `local` of a save, because each rank has its
+    A `Pipeline` saves it automatically. In a loop of your own, pass it as `local` of a save, because each rank has its
     own; without it, dropout draws other numbers after a resume.
 
         hw.checkpoint.save("checkpoints", state, step=step, local=hw.train.random_state(world.device))
@@ -34,9 +34,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restores what `random_state` returned; the state of another type of device is ignored.
+    """Restores the result of `random_state`; the state of another type of device is ignored.
 
-    Call it last, where training resumes: whatever draws numbers after it changes them.
+    Call it last, right before training resumes: code that draws numbers after it changes the state.
 
         if loaded.world_size == world.world_size:               # else each rank starts from its seed
             hw.train.restore_random_state(loaded.local, world.device)

@@ -1,4 +1,4 @@
-"""What a save has: the place in the run whose state it is, how it went, and the metrics of its step."""
+"""The record of a save: its place in the run, its result, and the metrics of its step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.train.metrics.meter import Value
 @final
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """How far a run has come: a validation and the ends of epochs and stages change the state, and not the step."""
+    """The progress of a run: a validation and the ends of epochs and stages change the state, but not the step."""
 
     step: int
     epoch: int
@@ -32,9 +32,9 @@ class SaveAttempt:
 
     place: Place
     scheduled: bool
-    """whether it was due, and not the retry of another"""
+    """whether it was due, rather than a retry"""
     replaces: bool = False
-    """whether there may be an earlier checkpoint of the same step, which it takes the place of"""
+    """whether it replaces an earlier checkpoint of the same step, if there is one"""
     failed: bool = False
 
     @property
@@ -71,6 +71,6 @@ class StepMetrics:
         return {"best": self.best, "keep_best": self._settings.keep_best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the best value, if it is one of the same metric; older checkpoints do not say of which."""
+        """Restores the best value, if it is of the same metric, which older checkpoints do not name."""
         same = state.get("keep_best", self._settings.keep_best) == self._settings.keep_best
         self.best = state["best"] if same else None

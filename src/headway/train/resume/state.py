@@ -1,8 +1,9 @@
 """The state of a pipeline, under names that do not depend on ranks, wrappers or the order of registration.
 
 Tensors stay on their devices, whole or sharded; all else is plain values. `contribution` is the part that one rank adds
-to a checkpoint. Each rank contributes its shards. All ranks contribute what DDP keeps equal, to divide the writing. All
-else is rank 0's: buffers (DDP broadcasts them from rank 0 anyway), models without gradient sync, counters, histories.
+to a checkpoint. Each rank contributes its shards. All ranks contribute parameters that DDP keeps equal, to divide the
+writing. All else comes from rank 0: buffers (DDP broadcasts them from rank 0 anyway), models without gradient sync,
+counters, histories.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
     from headway.train.run_state import RunState
 
 
-_DECOUPLED = (
-    "decoupled_weight_decay"  # what distinguishes AdamW from Adam among the settings that torch saves
-)
+_DECOUPLED = "decoupled_weight_decay"  # the setting that distinguishes AdamW from Adam
 
 _STRAY = (
     "has parameters that no model has any more: a hook that rebuilds a model for export, such as a merge of adapters, "
@@ -79,7 +78,7 @@ def _model_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
 
 
 def restore(run: RunState, state: Mapping[str, Any]) -> None:
-    """Restores what `gather` returned, into a pipeline with the same names registered."""
+    """Restores the result of `gather` into a pipeline with the same names registered."""
     pipe = run.pipe
     for kind, known in {
         "models": pipe.registered_models,
@@ -119,22 +118,22 @@ def adapters(pipe: Pipeline) -> dict[str, dict[str, Any]]:
 
 
 def adapter_names(pipe: Pipeline) -> dict[str, str]:
-    """Returns what peft calls the adapters of the models, by the names of the models."""
+    """Returns the names of the models' adapters in peft, by model."""
     models = pipe.registered_models.items()
     return {name: adapter_name(model.bare) for name, model in models if is_adapted(model.bare)}
 
 
 def compare_datasets(pipe: Pipeline, state: Mapping[str, Any] | None) -> dict[str, dict[str, str]]:
-    """Returns the fingerprints of the datasets; `UsageError` if one has other content than when the run was saved.
+    """Returns the fingerprints of the datasets; raises `UsageError` if the content of one has changed since the save.
 
-    Only sources that both have are compared: whether a mix may have others is its loader's to judge.
+    Only sources that both have are compared: the loader checks whether a mix may have others.
     """
     saved = state["run"].get("fingerprints", {}) if state else {}  # older checkpoints have none
     now = {name: fingerprints(loader) for name, loader in pipe.datasets.items()}
     for name, sources in now.items():
         then = saved.get(name)
         if not isinstance(then, Mapping):
-            continue  # none, or of an older form
+            continue  # none, or an older format
         for source, digest in sources.items():
             if then.get(source, digest) != digest:
                 where = f", in {source!r}" if source else ""
@@ -187,13 +186,13 @@ def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> d
 
 
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
-    """Returns what to load a checkpoint into: each rank reads only its shards, and all else as it was saved."""
+    """Returns the destinations for loading a checkpoint: each rank reads only its shards, and all else as saved."""
     plain = dict.fromkeys(("schedulers", "stages", "history", "registered", "progress", "run"))
     return {**plain, **_model_states(pipe), "optimizers": _optimizer_shards(pipe, path)}
 
 
 def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
-    """Returns empty state for sharded parameters, since a new optimizer has none; it is sharded as they are."""
+    """Returns empty state for sharded parameters, sharded as they are, since a new optimizer has none."""
     names = parameter_names(pipe)
     shards: dict[str, Any] = {}
     sharded = {
@@ -278,9 +277,9 @@ def _load_by_name(
 
 
 def _check_class(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises `UsageError` if another class of optimizer was saved: torch loads AdamW into Adam without a word."""
+    """Raises `UsageError` if another class of optimizer was saved: torch silently loads AdamW into Adam."""
     here, saved = type(optimizer).__qualname__, state.get("class")
-    if saved is None:  # written by an older version; of these two, only one setting tells
+    if saved is None:  # an older checkpoint: only one setting distinguishes these two
         wanted, found = (
             {bool(g.get(_DECOUPLED)) for g in gs} for gs in (optimizer.param_groups, state["groups"])
         )
@@ -295,7 +294,7 @@ def _check_class(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> N
 
 
 def _check_tensors(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises `UsageError` unless a model has what was saved; `destinations` has refused what was not saved."""
+    """Raises `UsageError` if a model lacks a saved tensor; a tensor that was not saved is refused when loading."""
     if gone := [key for key in saved if key not in here]:
         more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
         raise UsageError(
@@ -306,7 +305,7 @@ def _check_tensors(name: str, here: Mapping[str, Any], saved: Mapping[str, Any])
 
 @contextmanager
 def _loading(kind: str, name: str) -> Iterator[None]:
-    """Turns an object's refusal of a saved state into a `UsageError`: no attempt with this script can succeed."""
+    """Raises `UsageError` if an object refuses a saved state: no attempt with this script can succeed."""
     try:
         yield
     except (UsageError, torch.OutOfMemoryError):
@@ -326,7 +325,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _is_stray(optimizer: Optimizer, names: Mapping[int, str]) -> bool:
-    """Whether an optimizer has parameters that are in no model: a hook may have replaced them there."""
+    """Whether an optimizer has parameters that no model has: a hook may have replaced them in the model."""
     return any(id(p) not in names for p in _parameters(optimizer))
 
 
@@ -346,10 +345,10 @@ def _check_names(kind: str, known: Any, saved: Mapping[str, Any]) -> None:
 
 
 def find_unsavable(pipe: Pipeline) -> tuple[str | None, bool]:
-    """Returns what is wrong with the state that `post_stage` has left, and whether ranks differ; equal on all ranks.
+    """Returns the problem with saving the state after `post_stage`, and whether ranks differ; equal on all ranks.
 
-    A hook may have rebuilt a model, or changed it on one rank alone: of what DDP keeps equal, each rank writes a part.
-    One collective, with a fingerprint of each such model.
+    A hook may have rebuilt a model, or changed it on one rank only, but each rank writes a part of the parameters that
+    DDP keeps equal. Takes one collective, with a fingerprint of each such model.
     """
     names = parameter_names(pipe)
     stray = [_is_stray(optimizer, names) for optimizer in pipe.optimizers.values()]
@@ -368,7 +367,7 @@ def find_unsavable(pipe: Pipeline) -> tuple[str | None, bool]:
 
 
 def _fingerprint(pipe: Pipeline, name: str, names: Collection[str]) -> int:
-    """Returns a number for the whole parameters of a model and their averages, in any order of summation."""
+    """Returns a number for the whole parameters of a model and their averages, independent of the summation order."""
     model, total = pipe.registered_models[name], torch.zeros((), dtype=torch.int64, device=pipe.device)
     for tensors in (model.state_dict(), model.average_state_dict() or {}):
         for key, tensor in tensors.items():

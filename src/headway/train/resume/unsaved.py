@@ -1,5 +1,5 @@
-"""What training changes and no checkpoint has: modules that are not registered, buffers that are not persistent,
-generators that a dataset owns, and gradients that wait for the next iteration of a user's loop."""
+"""State that training changes and no checkpoint has: modules that are not registered, buffers that are not persistent,
+generators that a dataset owns, and gradients that are accumulated in a user's loop."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from headway.train.stage import Stage
 
 _MOST_ELEMENTS = 1 << 20
-"""of a buffer that is watched: a larger one is a table or a mask"""
+"""elements of a buffer that is watched: a larger one is a table or a mask"""
 _MOST_PARTS = 100
-"""of a container that is looked through: a list of a million losses has no modules"""
+"""items of a container that are searched: a list of a million losses has no modules"""
 
 
 @final
 class UnsavedState:
-    """Warns once, by name. Most buffers that are not persistent are constants, so only one that changes is named."""
+    """Warns once about such state, by name; about a buffer only if it changes, since most of them are constants."""
 
     def __init__(self, run: RunState) -> None:
         self._run, self._pipe = run, run.pipe
@@ -38,7 +38,7 @@ class UnsavedState:
         self._gradients_named = False
 
     def begin(self) -> None:
-        """Notes what buffers are before training; warns of generators."""
+        """Copies buffers before training, to compare them later; warns about generators."""
         self._before = {
             name: buffer.detach().clone()
             for name, buffer in self._buffers().items()
@@ -56,7 +56,7 @@ class UnsavedState:
                 )
 
     def check(self) -> None:
-        """Warns of buffers that have changed and of gradients that wait; called where a checkpoint is written."""
+        """Warns about buffers that have changed and gradients not yet applied; call it when a checkpoint is written."""
         self._check_gradients()
         if not self._before:
             return
@@ -76,7 +76,7 @@ class UnsavedState:
         self._updates[name] = self._run.steps_done, _gradient(optimizer)
 
     def _check_gradients(self) -> None:
-        """Warns of an optimizer that the last iteration has not stepped, though its gradients have changed since."""
+        """Warns about an optimizer that the last iteration did not step, although its gradients have changed since."""
         stage, done = self._run.current_state, self._run.steps_done
         if self._gradients_named or stage is None or not stage.loop_is_users:
             return
@@ -106,14 +106,14 @@ class UnsavedState:
 
 
 def _gradient(optimizer: Optimizer) -> object:
-    """What tells one gradient from another, or from its sum with a later one: of the first parameter that has any."""
+    """Returns the identity and version of the first gradient, which differ between a gradient and a later sum."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     found = next((each.grad for each in parameters if each.grad is not None), None)
     return None if found is None else (id(found), found._version)
 
 
 def own_modules(stage: Stage) -> dict[str, nn.Module]:
-    """Returns modules among the attributes of a stage, alone or in a container, that are not metrics."""
+    """Returns the modules among the attributes of a stage, alone or in a container, except metrics."""
     found: dict[str, nn.Module] = {}
     for name, value in vars(stage).items():
         match value:
