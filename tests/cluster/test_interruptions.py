@@ -149,7 +149,7 @@ def test_a_step_that_outlives_its_agents_is_ended(one_cluster: Cluster, undistur
     assert listed(back)["state"] == "running" and "attempt 1 is failed: rank 1" in listed(back)["why"]
     assert orphan.wait() == "COMPLETED", orphan.log
     assert orphan.result() == undisturbed and orphan.attempts() == [("done", 0)]
-    assert "nobody reads the output any more" in (orphan.path / "log" / "rank-00000.txt").read_text()
+    assert "the reader of the output is gone" in (orphan.path / "log" / "rank-00000.txt").read_text()
     assert back.wait(timeout=160) == "COMPLETED", back.log  # an agent that is missing has a minute
     assert back.result() == undisturbed and cluster.restarts(back.job) == 1
     assert [status for status, _ in back.attempts()] == ["failed", "done"]

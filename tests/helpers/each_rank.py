@@ -25,4 +25,5 @@ class EachRank(Sink):
         with Path(self.file).open("a") as file:
             file.writelines(f"{self.rank}:{row['step']}\n" for row in rows)
 
-    def close(self, status: str, exit_code: int) -> None: ...
+    def close(self, status: str, exit_code: int) -> None:
+        Path(f"{self.file}.end").write_text(f"{status} {exit_code}")

@@ -235,7 +235,7 @@ def test_a_batch_is_a_grid_in_rows_and_what_is_changed_afterwards_does_not_show(
         (lambda: take_histogram([1.0], bins=0), "bins=0: give a whole number from 1 to 1024"),
         (lambda: take_histogram(torch.zeros(2, dtype=torch.complex64), bins=4), "complex"),
         (lambda: take_text(7), "got a int: give text"),
-        (lambda: take_figure("x", caption=""), "got a str: give a figure of matplotlib"),
+        (lambda: take_figure("x", caption=""), "got a str: give a matplotlib figure"),
         (lambda: MediaSettings(max_gb=0), "max_gb=0: give a size above 0"),
         (lambda: MediaSettings(format="gif"), 'use "png" or "jpeg"'),
         (lambda: MediaSettings(ranks=("a",)), "ranks="),

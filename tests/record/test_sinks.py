@@ -358,6 +358,16 @@ def test_other_ranks_feed_only_what_all_ranks_feed_and_wait_for_rank_0(run: Run)
     assert sorted((run.path / "ranks.txt").read_text().split()) == ["0:7", "0:7", "2:1", "2:1"]
 
 
+def test_a_killed_run_that_is_fed_again_has_failed(run: Run) -> None:
+    sink = EachRank(file=str(run.path / "ranks.txt"))
+    with feeding(run, [sink], finish_s=60):
+        write(run, 7)
+    assert (run.path / "ranks.txt.end").read_text() == "done 0"
+    assert run.info()["attempts"][-1]["exit_code"] is None, "nobody has recorded its end"
+    assert replay(run) == {"eachrank": True}
+    assert (run.path / "ranks.txt.end").read_text() == "failed 1"
+
+
 def test_what_trackers_take_is_what_their_packages_take() -> None:
     import inspect
 

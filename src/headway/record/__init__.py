@@ -1,4 +1,4 @@
-"""Tell: what a run writes. Attempts, rank logs, diagnostics, the start-up screen, the ledger, sinks.
+"""The records of a run: attempts, rank logs, events, alerts, diagnostics, the start-up screen, the ledger, sinks.
 
     with record.recording(run, world, config=config):
         train()

@@ -1,8 +1,8 @@
 """Alerts: one message to a webhook or a command when a run fails, stops, is silent or finishes.
 
-They are sent by a process that watches the run, never by a rank. Of several that watch it, the first one to create
-`alerts/EVENT.json` in the run directory sends the alert. Where it goes is in variables of the watching process: the
-address of a webhook is often a secret, and is neither written to the run nor shown.
+A process that watches the run sends them, never a rank. If several watch it, the first one to create
+`alerts/EVENT.json` in the run directory sends the alert. Environment variables of the watching process name the
+destination: the address of a webhook is often a secret, and is neither written to the run nor displayed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ AlertEvent = Literal["failed", "stopped", "silent", "finished"]
 EVENTS: tuple[AlertEvent, ...] = get_args(AlertEvent)
 _COMMAND_S = 30.0
 _WHY_CHARACTERS = 1000
-"""of a sentence: Discord refuses one of more than 2,000"""
+"""of the reason in a message: Discord refuses messages of more than 2,000 characters"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """What happened to a run. `key` is the same in all processes that see this event, and differs for the next one."""
+    """An event of a run. `key` is the same in all processes that see this event, and differs for the next one."""
 
     event: AlertEvent
     key: str
@@ -54,18 +54,18 @@ class Alert:
     def of(
         cls, run: Run, event: AlertEvent, *, attempts: int, why: str = "", step: int | None = None
     ) -> Alert:
-        """The alert of an event in the last of so many attempts: an attempt ends once, and is silent once per step."""
+        """Returns the alert for an event in the last attempt: an attempt ends once, and is silent once per step."""
         key = f"{event}-{attempts}"
         if event == "silent":
             key = f"{key}-{step or 0}"
-        elif not attempts:  # a job that ended before its ranks had started may do so again
+        elif not attempts:  # a job that ended before its ranks started may do so again
             ended = str((read_json(run.ended_file) or {}).get("time", ""))
             key = f"{key}-{''.join(filter(str.isdigit, ended))[:20]}"
         return cls(event=event, key=key, run=run.id, name=run.name, path=str(run.path), why=why, step=step)
 
     @property
     def sentence(self) -> str:
-        """What happened, in one line, without secrets.
+        """The message: what happened, in one line, without secrets.
 
         >>> Alert(event="failed", key="1", run="digits-x7k2", name="digits", path="runs/x", why="KeyError").sentence
         'headway: digits-x7k2 failed: KeyError'
@@ -77,13 +77,13 @@ class Alert:
         return f"headway: {self.run} {verb}{at}{why and f': {why}'}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The body of the request. `text` and `content` are what Slack, Mattermost, Teams and Discord show."""
+        """Returns the body of the request. Slack, Mattermost, Teams and Discord display `text` or `content`."""
         facts = asdict(self) | {"why": redact(self.why), "host": socket.gethostname(), "time": time.time()}
         return {"text": self.sentence, "content": self.sentence, **facts}
 
 
 def alert_events(names: Iterable[str]) -> frozenset[AlertEvent]:
-    """The events of these names; `all` means every one. `UsageError` for others.
+    """Returns the events with these names; `all` means every one. `UsageError` for an unknown name.
 
     >>> sorted(alert_events(["failed", "silent"]))
     ['failed', 'silent']
@@ -91,13 +91,13 @@ def alert_events(names: Iterable[str]) -> frozenset[AlertEvent]:
     given = set(names)
     if wrong := sorted(given - {*EVENTS, "all"}):
         raise UsageError(f"alert {wrong[0]!r:.40} is not an event; expected {', '.join(EVENTS)} or all")
-    return frozenset(EVENTS) if "all" in given else frozenset(each for each in EVENTS if each in given)
+    return frozenset(event for event in EVENTS if event in given or "all" in given)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class AlertChannels:
-    """Where alerts go: the address of a webhook, a command, or both.
+    """The destinations of alerts: a webhook, a command, or both.
 
     >>> AlertChannels.from_environment({"HEADWAY_ALERT_COMMAND": "mail -s {subject} me@example.org"}).command
     ('mail', '-s', '{subject}', 'me@example.org')
@@ -108,12 +108,12 @@ class AlertChannels:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> AlertChannels:
-        """The channels that the variables name; `UsageError` if there is none, or one that cannot work."""
+        """Returns the channels that the variables name; `UsageError` if there are none, or if one is not valid."""
         url = environ.get(environment.ALERT_URL, "").strip() or None
         text = environ.get(environment.ALERT_COMMAND, "")
         if url is None and not text.strip():
             raise UsageError(
-                f"alerts need somewhere to go: set {environment.ALERT_URL} to the address of a webhook, "
+                f"alerts need a destination: set {environment.ALERT_URL} to the address of a webhook, "
                 f"or {environment.ALERT_COMMAND} to a command, such as 'mail -s {{subject}} me@example.org'"
             )
         try:
@@ -123,7 +123,7 @@ class AlertChannels:
             valid = False
         if not valid:  # the address itself may be a secret
             raise UsageError(
-                f"{environment.ALERT_URL} is not an address that begins with https:// or http://"
+                f"{environment.ALERT_URL} is not a valid address: give one with https:// or http://"
             )
         try:
             words = tuple(shlex.split(text))
@@ -135,12 +135,12 @@ class AlertChannels:
         return cls(url=url, command=words)
 
     def names(self) -> list[str]:
-        """What to call the channels in messages: the address of a webhook is often a secret."""
+        """Returns names of the channels for messages, without the address of a webhook, which is often a secret."""
         return [*(["the webhook"] if self.url else []), *self.command[:1]]
 
     def send(self, alert: Alert) -> list[str]:
-        """Sends an alert through all channels, with a few tries each; returns what went wrong. May take long."""
-        from headway.record.webhook import post  # 40 ms, which every agent would pay for
+        """Sends an alert through all channels, with a few tries each; returns the problems. May take long."""
+        from headway.record.webhook import post  # takes 40 ms, which agents without alerts save
 
         problems = []
         if self.url is not None and (problem := post(self.url, alert.to_dict())):
@@ -152,7 +152,7 @@ class AlertChannels:
 
 @final
 class AlertSender:
-    """Sends each alert once, in a thread: neither a screen nor the end of a job waits for a server.
+    """Sends each alert once, in a thread, so that neither a screen nor the end of a job waits for a server.
 
     >>> sender = AlertSender(AlertChannels.from_environment(), alert_events(["all"]))
     >>> sender.send(run, alert)
@@ -171,7 +171,7 @@ class AlertSender:
         self._sending: list[tuple[Alert, threading.Thread]] = []
 
     def send(self, run: Run, alert: Alert) -> bool:
-        """Starts to send an alert, unless nobody asked for it or another process has claimed it."""
+        """Starts to send an alert, unless its event is not enabled or another process has claimed it."""
         if alert.event not in self._events or not self._claim(run, alert):
             return False
         thread = threading.Thread(target=self._deliver, args=(run, alert), daemon=True, name="headway alert")
@@ -180,7 +180,7 @@ class AlertSender:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for alerts that are being sent; names those that are not sent then, and returns whether all are."""
+        """Waits for pending alerts; reports those that are not sent in time, and returns whether all were sent."""
         deadline = time.monotonic() + timeout_s
         for _, thread in self._sending:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -191,7 +191,7 @@ class AlertSender:
         return not late
 
     def _claim(self, run: Run, alert: Alert) -> bool:
-        """Whether this process is the one to send an alert. Of several on any host, exactly one is."""
+        """Returns whether this process is the one to send an alert: exactly one is, on any host."""
         try:
             with suppress(FileExistsError):
                 files.make_dir(run.alerts_dir)
@@ -204,7 +204,7 @@ class AlertSender:
         problems = self._channels.send(alert)
         for problem in problems:
             self.report(f"an alert was not sent ({alert.sentence}): {problem}")
-        with suppress(OSError):  # the run may have been removed meanwhile
+        with suppress(OSError):  # the run may have been removed
             files.write_atomic(
                 run.alert_file(alert.key), _record(alert, sent=not problems, problems=problems)
             )
@@ -220,7 +220,7 @@ def _call(command: tuple[str, ...], alert: Alert) -> str | None:
     words = [word.replace("{subject}", alert.sentence) for word in command]
     text = f"{alert.sentence}\n\nrun directory: {alert.path}\nmore: headway watch {alert.path}\n"
     try:
-        # the training thread may start data workers meanwhile: they would keep a pipe open, which then has no end
+        # a file for the message: data workers that another thread forks now would keep a pipe open
         with tempfile.TemporaryFile() as message, block_forks():
             message.write(text.encode())
             message.seek(0)

@@ -1,4 +1,4 @@
-"""`recording`: one attempt at a run, recorded from its first line to its exit code."""
+"""`recording`: records one attempt of a run, from its first line of output to its exit code."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from headway.system.log import logger
 from headway.system.text import plural
 
 _REPORT_AFTER_S = 60.0
-"""A shorter attempt writes no report: it would cost as much as the run."""
+"""A shorter attempt writes no report, which would take as long as the run."""
 _REPORT_LIMIT_S = 60.0
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A running attempt: the run to write to, its number, from 1, this rank's log, and, on the root, the run's lock.
+    """A running attempt: the run, the number of the attempt from 1, this rank's log, and, on rank 0, the run's lock.
 
     with hw.record.recording(run, world) as attempt:
         print(attempt.run.path, attempt.attempt)
@@ -54,17 +54,17 @@ class Recording:
 
 @contextmanager
 def recording(run: Run, world: World, *, config: object = None) -> Iterator[Recording]:
-    """Records what happens in the block as the run's next attempt. Call it on all ranks.
+    """Records the block as the run's next attempt. Call it on all ranks.
 
-    The root holds the run's lock, writes diagnostics, prints the start-up screen, and at the end writes to `run.json`
+    Rank 0 holds the run's lock, writes diagnostics, prints the start-up screen, and at the end records in `run.json`
     how the attempt ended: it is done when all ranks have left the block. The output of every rank goes to its log.
-    Nothing stays installed afterwards.
+    Everything is restored afterwards.
 
         with recording(run, world, config={"lr": 3e-4}):
             train()
     """
     lock: RunLock | None = None
-    events: EventLog | None = None  # rank 0's; it records the end of the attempt, too
+    events: EventLog | None = None  # on rank 0, `_numbered` opens it and records the end of the attempt in it
     facts: diagnostics.Facts = {}
     began, group = time.monotonic(), current()
     group.trained = False
@@ -81,9 +81,9 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             return number, lock.fence.number
 
         try:
-            number, owner = from_root(begin)  # if the root cannot begin, all ranks raise its error
+            number, owner = from_root(begin)  # if rank 0 cannot begin, all ranks raise its error
         except RunLocked:
-            use_run(None)  # it is another process's, which must not find this failure in it
+            use_run(None)  # another process has the run, where this failure must not be recorded
             raise
         run = run.held_as(owner)
         use_run(run)
@@ -106,16 +106,16 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
 
 
 def _root_leaves_last() -> Callable[[object, BaseException | None, object], None]:
-    """Returns the `__exit__` of a block that the root leaves last: a rank that fails meanwhile fails the attempt.
+    """Returns the `__exit__` of a block that rank 0 leaves last, so that a rank that fails before fails the attempt.
 
-    The others do not wait, so that a rank that needs one which has ended its script notices at once.
+    The other ranks do not wait, so that a rank that needs one whose script has ended fails at once.
     """
-    limit_s = HEARTBEAT.period or FOREVER.total_seconds()  # that of the exit of a rank
+    limit_s = HEARTBEAT.period or FOREVER.total_seconds()  # as for the exit of a rank
     exchange = RankExchange("leave hw.record.recording", channel="recording", timeout_s=limit_s)
     pid = os.getpid()
 
     def leave(_kind: object, error: BaseException | None, _trace: object) -> None:
-        # a rank that has failed says so to the hub; a forked child is none
+        # a rank that failed reports it to the hub; a forked child is not a rank
         if ending(error)[0] == "done" and os.getpid() == pid:
             exchange.arrive()
 
@@ -123,14 +123,14 @@ def _root_leaves_last() -> Callable[[object, BaseException | None, object], None
 
 
 def run_report_command(run: Run) -> None:
-    """Writes `report.html` of a run that is done, in a process of its own: it reads all rows, and may not fail it."""
+    """Writes `report.html` of a finished run, in a separate process: reading all rows must not fail the run."""
     command = [sys.executable, "-m", "headway", "report", str(run.path)]
     try:
         subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REPORT_LIMIT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("there is no report: %s; to write it: headway report %s", error, run.path)
+        logger.warning("no report was written: %s; to write it: headway report %s", error, run.path)
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:
@@ -157,14 +157,14 @@ def ending(error: BaseException | None) -> tuple[str, int]:
 def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
     """Begins the next attempt, and records how the block ends, in run.json and as an event."""
     number, pid = run.begin_attempt(world=world), os.getpid()
-    reopens = run.path in current().reopened_runs  # the checkpoints of a pipeline see to it themselves
+    reopens = run.path in current().reopened_runs  # with checkpoints, the pipeline calls `note_script` itself
     error: BaseException | None = None
     lock, ended = threading.Lock(), False
 
     def end(
         status: str, code: int, text: str, why: str, last_step: int | None = None, **facts: object
     ) -> None:
-        """Records the end once. A second caller waits for the first: it may end this process when this returns."""
+        """Records the end once. A second caller waits for the first, since it may end this process afterwards."""
         nonlocal ended
         with lock:
             if not ended:
@@ -176,7 +176,7 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
             ended = True
 
     def cut_short(record: FailureRecord) -> None:
-        # another rank failed: this one may not get to its `finally`
+        # another rank failed: this one may not reach its `finally`
         status = "interrupted" if record["kind"] == "interrupted" else "failed"
         text = describe_failure(record)
         failed = {"failed_rank": record.get("rank"), "step": record.get("step")}
@@ -189,7 +189,7 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
             f"attempt {number} starts: {where}",
             world_size=world.world_size,
             nodes=world.nodes,
-            ends=schedulers.end_time(),  # of the job's time
+            ends=schedulers.end_time(),  # the time limit of the job
         )
         try:
             yield number, events
@@ -205,7 +205,7 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
                 except StorageError as unwritten:
                     if error is None:
                         raise
-                    logger.error("%s", unwritten)  # the cause is the error that ends the attempt
+                    logger.error("%s", unwritten)  # the error that ends the attempt is the cause
 
 
 def _why(error: BaseException | None) -> str:

@@ -1,6 +1,6 @@
-"""Diagnostics: facts about machine, software and code that explain a run later. One JSON line per attempt.
+"""Diagnostics: facts about machine, software and code that help to explain a run later. One JSON line per attempt.
 
-The environment is recorded by an allow-list, and everything is redacted: run directories are copied, mailed and put on
+Only variables of an allow-list are recorded, and everything is redacted: run directories are copied, mailed and put on
 shared disks.
 """
 
@@ -84,7 +84,7 @@ def collect(world: World | None = None, run: Run | None = None) -> Facts:
         ],
         "machine": _machine(),
         "code": _code(),
-        "slurm": job,  # the variables of whichever scheduler it is
+        "slurm": job,  # the variables of any scheduler
         "environment": {name: value for name, value in environment.items() if name not in job},
     }
     return cast(Facts, redact.redact_tree(facts))
@@ -118,7 +118,7 @@ def _virtual() -> dict[str, str]:
 def _packages() -> Iterator[tuple[str, str]]:
     for module, distribution in _PACKAGES.items():
         if module in sys.modules:
-            with suppress(metadata.PackageNotFoundError):  # another module of that name
+            with suppress(metadata.PackageNotFoundError):  # another module with that name
                 yield distribution, metadata.version(distribution)
 
 

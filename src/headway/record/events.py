@@ -1,6 +1,6 @@
-"""Events of a run: starts, stages, checkpoints, warnings, stragglers, changed weights, and how attempts end, as rows.
+"""Events of a run, a row each: starts, stages, checkpoints, warnings, stragglers, changed weights, ends of attempts.
 
-Rank 0 writes `events.jsonl`. Another rank has a file of its own, which exists only once it has had to warn.
+Rank 0 writes `events.jsonl`. Each other rank has its own file, created with its first warning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EventKind = Literal[
     "failed",
     "interrupted",
 ]
-"""what happened; the last four are how an attempt ends"""
+"""the last four are the ways an attempt can end"""
 _KINDS = frozenset(get_args(EventKind))
 _MAX_CHARACTERS = 2000
 
@@ -50,7 +50,7 @@ class EventLog:
         self._rows: JsonLinesWriter | None = None
 
     def write(self, kind: EventKind, text: str, **facts: Any) -> None:
-        """Appends an event: `text` is for people, `facts` are for programs. A full disk costs events, not the run."""
+        """Appends an event: `text` is for people, `facts` are for programs. A full disk loses events, not the run."""
         if self._rows is None:
             self._rows = self._run.open_rows(self._run.events_file(self._rank), content="events")
         self._rows.write(
@@ -71,15 +71,15 @@ class EventLog:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made the log: a forked child, such as a data worker, has a copy."""
+        """Whether this process opened the log: a forked child, such as a data worker, has a copy."""
         return os.getpid() == self._pid
 
 
 @final
 class EventHandler(logging.Handler):
-    """Makes an event of each warning and error that headway logs.
+    """Records each warning and error that headway logs as an event.
 
-    `logger.warning(text, extra={"event": "straggler"})` names another kind than "warning".
+    `logger.warning(text, extra={"event": "straggler"})` sets another kind than "warning".
     """
 
     def __init__(self, events: EventLog) -> None:
@@ -87,16 +87,14 @@ class EventHandler(logging.Handler):
         self._events, self._writing = events, False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._writing or not self._events.is_own:  # the writer itself warns of a full disk
+        if self._writing or not self._events.is_own:  # the event log itself may warn, of a full disk
             return
         given = getattr(record, "event", "warning")
         kind = cast(EventKind, given) if given in _KINDS else "warning"
         self._writing = True
         try:
             self._events.write(kind, record.getMessage())
-        except (
-            HeadwayError
-        ):  # the run is another process's, or its disk is gone: the message has been printed
+        except HeadwayError:  # the run was taken, or its disk failed: the message was printed anyway
             pass
         finally:
             self._writing = False
@@ -104,7 +102,7 @@ class EventHandler(logging.Handler):
 
 @contextmanager
 def recording_events(run: Run, *, rank: int, attempt: int) -> Iterator[EventLog]:
-    """Records what headway warns of within the context as events of this rank."""
+    """Records headway's warnings in the block as events of this rank."""
     events = EventLog(run, rank=rank, attempt=attempt)
     handler = EventHandler(events)
     logger.addHandler(handler)

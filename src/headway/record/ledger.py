@@ -1,10 +1,10 @@
 """The ledger of a run: for each step its loss to the last bit, its samples, and the state of random numbers.
 
-Two runs whose rows are all equal have done the same. Rank 0 appends to `ledger.jsonl` at log points, by
-`train.resume.ledger_writer`; this module reads it. A resumed attempt repeats some steps; its rows, which come later in
-the file, replace those of earlier attempts. Needs no torch.
+Two runs whose rows are all equal have trained identically. `train.resume.ledger_writer` appends to `ledger.jsonl` on
+rank 0, at log points; this module reads it. A resumed attempt repeats some steps; its rows come later in the file, and
+replace those of earlier attempts. Needs no torch.
 
-    {"kind": "order", "id": "5f0c...", "order": {...}}          what `data.order.locate` needs; named by its digest
+    {"kind": "order", "id": "5f0c...", "order": {...}}          the input of `data.order.locate`; its id is a digest
     {"kind": "step", "step": 7, "loss": "0x1.9p-1", "samples": "a41e...", "batches": [["5f0c...", 448, 512]], ...}
 """
 
@@ -23,7 +23,7 @@ from headway.system import environment, jsonlines
 @final
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """What one step did. If two rows have equal fields, the steps did the same."""
+    """One step. If all fields of two rows are equal, the steps were identical."""
 
     step: int
     attempt: int
@@ -31,14 +31,14 @@ class LedgerRow:
     epoch: int
     world_size: int
     loss: str | None
-    """the mean over all samples of the step, as `float.hex` writes it; None in a custom loop that does not log it"""
+    """the mean over all samples of the step, formatted by `float.hex`; None in a custom loop that does not log it"""
     samples: str | None
-    """digest of the sample numbers of the global batch. If the loader does not know its samples, it begins with
-    "bytes:" and is a digest of the data of each rank: it can be compared only on the same number of ranks"""
+    """digest of the sample numbers of the global batch. If the loader has no sample numbers, it begins with "bytes:"
+    and is a digest of the data of each rank, which can be compared only between equal numbers of ranks"""
     random: str
     """digest of the states of the random number generators of all ranks after the step"""
     batches: list[tuple[str, int, int]]
-    """for each batch of the step: the id of its order, and the range of it"""
+    """for each batch of the step: the id of its order, and its range in the order"""
 
     def describe(self) -> str:
         """Formats the row for people."""
@@ -49,7 +49,7 @@ class LedgerRow:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LedgerContents:
-    """The contents of a ledger: all rows in the order of the file, and the orders that they refer to."""
+    """The contents of a ledger: all rows in file order, and the orders that they refer to."""
 
     rows: list[LedgerRow]
     orders: Mapping[str, Mapping[str, Any]]
@@ -75,7 +75,7 @@ def read(run: Run) -> list[LedgerRow]:
 
 
 def load(run: Run) -> LedgerContents:
-    """Reads a run's ledger. A line that was cut off by a kill is skipped."""
+    """Reads a run's ledger. Incomplete lines are skipped."""
     if not run.ledger_file.exists():
         raise UsageError(
             f"{run.path} has no ledger: start the run with {environment.LEDGER}=1, or call pipe.enable_ledger()"

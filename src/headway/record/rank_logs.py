@@ -1,10 +1,9 @@
-"""Rank logs: what each rank prints, in `log/rank-NNNNN.txt`.
+"""Rank logs: the output of each rank, in `log/rank-NNNNN.txt`.
 
-The root rank keeps its terminal and also writes the file: `sys.stdout` and `sys.stderr` become streams that write to
-both and otherwise (isatty, fileno, encoding, buffer) are the originals. The other ranks write only the file; file
-descriptors 1 and 2 point to it as well, so that the output of C and C++ code, of child processes, and crash dumps go
-there, too. Those are written unchanged. What Python prints is written in whole lines, each in its last state, without
-escape sequences and without secrets.
+Rank 0 keeps its terminal and also writes the file: `sys.stdout` and `sys.stderr` become streams that write to both and
+otherwise (isatty, fileno, encoding, buffer) act as the originals. The other ranks write only the file; file descriptors
+1 and 2 point to it as well, so that the output of C and C++ code, of child processes, and crash dumps go there, too,
+unchanged. Output of Python is written in whole lines, each in its last state, without escape sequences and secrets.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from headway.system.log import logger
 from headway.system.redact import redact
 
 _READER_GONE = (errno.EPIPE, errno.EIO)
-"""what a write meets when the reader of a pipe, or a terminal, is gone"""
+"""the error of a write when the reader of a pipe, or the terminal, is gone"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankLog:
-    """A rank's log while it is installed.
+    """The log of a rank while it is installed.
 
     with hw.record.rank_log(run, rank=world.rank, attempt=1):
         print("into the log of this rank, and of rank 0 to the screen")
@@ -47,7 +46,7 @@ class RankLog:
 
     file: LogFile
     original_stderr_fd: int
-    """the original stderr, for the one message that must reach the terminal from any rank"""
+    """the original stderr, for a message that must reach the terminal from any rank"""
 
     @property
     def path(self) -> Path:
@@ -64,8 +63,8 @@ class RankLog:
 def rank_log(run: Run, *, rank: int, attempt: int, echo: bool | None = None) -> Iterator[RankLog]:
     """Records stdout and stderr of this process in the run's log for `rank` until the block ends.
 
-    With `echo` (the default on rank 0) the terminal gets the output, too. If the block fails, the log ends with the
-    traceback. Nothing stays installed afterwards.
+    With `echo` (the default on rank 0) the output also goes to the terminal. If the block fails, the log ends with the
+    traceback. The streams are restored afterwards.
 
         with rank_log(run, rank=world.rank, attempt=1):
             print("into the file")
@@ -94,7 +93,7 @@ def _headline(attempt: int, rank: int) -> str:
 
 @final
 class LogFile:
-    """A log file that never stops its writer: a full disk loses lines, which are counted."""
+    """A log file that never fails its writer: a full disk loses lines, which are counted."""
 
     def __init__(self, path: Path, *, terminal: int) -> None:
         self.path = path
@@ -124,7 +123,7 @@ class LogFile:
             self._unreported = 0
 
     def write_traceback(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Writes the traceback of a failure; the terminal gets it later, when the streams are restored."""
+        """Writes the traceback of a failure; it is printed to the terminal after the streams are restored."""
         if not isinstance(error, Exception) or isinstance(error, Stopped):
             return
         trace = error.__traceback__
@@ -177,7 +176,7 @@ class _Channel:
 
 @final
 class _Tee(Generic[AnyStr]):
-    """Replaces `stream`: what is written to it is recorded, too. Once released, it only passes it on."""
+    """Replaces `stream` and records everything written to it. Once released, it only writes to the stream."""
 
     def __init__(self, stream: IO[AnyStr], record: Callable[[AnyStr], None], *, echo: bool) -> None:
         self._stream: IO[AnyStr] = stream
@@ -186,7 +185,7 @@ class _Tee(Generic[AnyStr]):
 
     def write(self, data: AnyStr) -> int:
         if self._record is not None:
-            self._record(data)  # first, so that the file gets it even if the terminal is gone
+            self._record(data)  # first, in case the terminal is gone
             if not self._echo:
                 return len(data)
         try:
@@ -202,9 +201,9 @@ class _Tee(Generic[AnyStr]):
             self._lose_terminal(error)
 
     def _lose_terminal(self, error: OSError) -> None:
-        """Lets a run continue whose output nobody reads any more: slurmstepd or the terminal is gone.
+        """Lets a run continue although slurmstepd or the terminal, which read its output, is gone.
 
-        Its descriptor leads to nowhere from now on, also for what is printed after the run and by native code.
+        Its descriptor is redirected to /dev/null, also for output after the run and from native code.
         """
         if error.errno not in _READER_GONE or self._record is None:
             raise error
@@ -213,7 +212,7 @@ class _Tee(Generic[AnyStr]):
         with suppress(OSError, ValueError, AttributeError):  # it has no descriptor
             os.dup2(null, self._stream.fileno())
         os.close(null)
-        logger.warning("nobody reads the output any more (%s); the run continues, with its log", error)
+        logger.warning("the reader of the output is gone (%s); the run continues, and writes its log", error)
 
     def writelines(self, lines: Iterable[AnyStr]) -> None:
         for line in lines:
@@ -234,7 +233,7 @@ class _Tee(Generic[AnyStr]):
 
 @contextmanager
 def _recorded(name: str, stream: TextIO | None, file: LogFile, *, echo: bool) -> Iterator[None]:
-    """Replaces `sys.stdout` or `sys.stderr` by a recording stream."""
+    """Replaces `sys.stdout` or `sys.stderr` with a recording stream."""
     if stream is None:  # a program without a console has nothing to record
         yield
         return
@@ -249,15 +248,15 @@ def _recorded(name: str, stream: TextIO | None, file: LogFile, *, echo: bool) ->
     try:
         yield
     finally:
-        for each in tees:
-            each.release()
+        for released in tees:
+            released.release()
         channel.close()
         _replace(name, tee, stream)
 
 
 def _replace(name: str, old: object, new: Any) -> None:
     """Replaces the stream in `sys` and in the log handlers that were made with it and still hold it."""
-    if getattr(sys, name) is old:  # else other code has wrapped it, and its wrapper stays
+    if getattr(sys, name) is old:  # otherwise other code has wrapped it, and its wrapper stays
         setattr(sys, name, new)
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for each in loggers:

@@ -1,7 +1,7 @@
-"""The start-up screen: about ten lines from the root on where the run is, what runs, and where its files are.
+"""The start-up screen: about ten lines that rank 0 prints about the run, its hosts and its files.
 
 `render` is a pure function of the contents and the width. Descriptions are cut to fit; paths and the command that
-follows the log never are, because people copy them.
+follows the log are not, because people copy them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Screen:
 
 
 def describe(run: Run, world: World, facts: Mapping[str, Any], *, config: object = None) -> Screen:
-    """Selects from an attempt's diagnostics what belongs on the screen."""
+    """Selects the contents of the screen from an attempt's diagnostics."""
     return Screen(
         name=run.name,
         attempt=facts["attempt"],
@@ -92,7 +92,7 @@ def show(screen: Screen) -> None:
 
 
 def _where(world: World, device: str) -> str:
-    """Formats host, launcher, nodes, ranks and device; leaves out what is trivial."""
+    """Formats host, launcher, nodes, ranks and device; leaves out trivial parts."""
     ranks = plural(world.world_size, "rank")
     if world.nodes > 1:
         even, rest = divmod(world.world_size, world.nodes)
@@ -117,7 +117,7 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def _packed(settings: Sequence[str], room: int) -> list[str]:
-    """Returns as many settings as fit into `_CONFIG_LINES` lines, and how many more there are."""
+    """Returns as many settings as fit into `_CONFIG_LINES` lines, and the number of the others."""
     for shown in range(min(len(settings), 40), -1, -1):
         rest = len(settings) - shown
         lines: list[str] = []
@@ -133,7 +133,7 @@ def _packed(settings: Sequence[str], room: int) -> list[str]:
 
 
 def _command(argv: Sequence[str], run: Run) -> str:
-    """Returns a command as its user wrote it: a job runs a copy of the script, and the long path hides its options."""
+    """Returns a command as its user wrote it: a job runs a copy of the script, whose long path hides the options."""
     program, *words = argv
     return shlex.join([Path(program).name, *(word.removeprefix(f"{run.snapshot_dir}/") for word in words)])
 

@@ -1,7 +1,7 @@
 """Converts what a program writes to a terminal into the lines of a log file.
 
-A terminal is repainted: progress bars return the carriage, nested bars move up a few lines and repaint them, colors and
-titles are escape sequences. A log file has each line once, in its last state, as plain text.
+Programs repaint a terminal: progress bars return the carriage, nested bars move up a few lines, colors and titles are
+escape sequences. A log file has each line once, in its last state, as plain text.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import final
 
 LONGEST_CHARS = 1 << 16
-"""after how many characters a line that is written in many pieces is broken, so that a program that never ends its line
-does not fill the memory. What is written in one piece stays one line, however long."""
+"""length at which a line that is written in many pieces is broken, so that a program that never ends its line does not
+fill the memory. Text that is written at once stays one line, however long."""
 
 REPAINT_S = 60.0
-"""how often a bar that only repaints itself leaves a line, which shows how far a killed run got"""
+"""how often a progress bar that only repaints itself leaves a line, which shows how far a killed run got"""
 
 _MOST_ROWS = 200
 _LONGEST_ESCAPE_CHARS = 4096
@@ -73,7 +73,7 @@ class TerminalLines:
         return done
 
     def rest(self) -> list[str]:
-        """Returns the lines without an end; for the end of the stream."""
+        """Returns the unfinished lines, at the end of the stream."""
         return self._take()
 
     def _put(self, text: str, done: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Posting JSON to a webhook: a few tries, each with a time limit, and never an address in a message."""
+"""Posts JSON to a webhook: a few tries, each with a time limit; messages never contain the address."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _REPLY_S = 5.0
 """how long a server has for its reply, and for each step of the connection"""
 _TOO_MANY = 429
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
-"""what an answer means; the words of the server itself may repeat the address"""
+"""the standard phrases: those of the server may repeat the address"""
 _SHORTEST_SECRET = 4
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A webhook that sends elsewhere is a mistake: what is posted is for one server."""
+    """Refuses redirects: an alert is meant for one server."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 def post(url: str, facts: Mapping[str, Any]) -> str | None:
-    """Posts facts as JSON; returns why that failed, or None. Proxies are those of the environment.
+    """Posts facts as JSON; returns why that failed, or None. Uses the proxies of the environment.
 
     >>> post("https://example.org/hook", {"text": "headway: digits-x7k2 failed"})  # doctest: +SKIP
     """
@@ -64,7 +64,7 @@ def post(url: str, facts: Mapping[str, Any]) -> str | None:
 
 
 def _without_address(problem: str, url: str) -> str:
-    """Returns a message without any part of an address that may be a secret, and harmless for a terminal."""
+    """Returns a message without secret parts of an address and without control characters."""
     parts = urlsplit(url)
     words = re.split(r"[/?&=;:@]", f"{parts.path}?{parts.query}?{parts.netloc.rpartition('@')[0]}")
     secrets = {url, parts.path, parts.query, *words, *map(unquote, words)}

@@ -1,7 +1,7 @@
 """Samples of the devices of a node while a run trains: GPUs by NVML, the rest by psutil, as rows in `nodes/HOST.jsonl`.
 
-One process per node takes them, a child of local rank 0: a driver call that hangs holds up neither training nor the
-agent that supervises it. The process ends with its parent, and once another process holds the run.
+One process per node takes them, a child of local rank 0, so that a driver call that hangs delays neither training nor
+the agent. The process ends with its parent, or once another process holds the run.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from headway.system import files
 
 
 def main(path: str, owner: str, host: str, every_s: float) -> None:
-    """Writes a row every `every_s` seconds until standard input closes or the run is another process's."""
+    """Writes a row every `every_s` seconds until standard input closes or another process holds the run."""
     run = Run.open(path).held_as(int(owner) if owner else None)
     with suppress(FileExistsError):
         files.make_dir(run.nodes_dir)

@@ -1,4 +1,4 @@
-"""What NVML reports about each GPU of this machine at one moment."""
+"""Samples of the GPUs of this machine, from NVML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _THROTTLING = {
     nv.nvmlClocksThrottleReasonHwThermalSlowdown: "heat (hardware)",
     nv.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
 }
-"""reasons for lower clocks that somebody should know; an idle GPU and clocks that a user has set are none"""
+"""reasons for lower clocks that users should know, which an idle GPU and clocks set by a user are not"""
 
 
 @contextmanager
@@ -77,13 +77,13 @@ def sample_gpu(index: int, handle: Any) -> Sample:
 
 
 def memory_errors(handle: Any) -> Sample:
-    """Returns uncorrectable ECC errors since the last reset, and whether the replacing of memory rows waits or failed.
+    """Returns uncorrectable ECC errors since the last reset, and whether a row remapping is pending or failed.
 
     What a GPU does not report is left out.
     """
     if isinstance(handle, nv.NVMLError):
         return {}
-    rows = _ask(lambda: nv.nvmlDeviceGetRemappedRows(handle))  # corrected, uncorrected, waits, failed
+    rows = _ask(lambda: nv.nvmlDeviceGetRemappedRows(handle))  # corrected, uncorrected, pending, failed
     facts = {
         "ecc_since_reset": _ask(
             lambda: nv.nvmlDeviceGetTotalEccErrors(
@@ -97,7 +97,7 @@ def memory_errors(handle: Any) -> Sample:
 
 
 def throttle_reasons(mask: int) -> list[str]:
-    """Returns why the clocks are lower than they could be.
+    """Returns why the clocks are reduced.
 
     >>> throttle_reasons(nv.nvmlClocksThrottleReasonSwPowerCap | nv.nvmlClocksThrottleReasonGpuIdle)
     ['power cap']

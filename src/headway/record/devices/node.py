@@ -1,4 +1,4 @@
-"""What psutil reports about this node at one moment, and since the last one."""
+"""Samples of this node's CPU, memory, disk and network, from psutil."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SHARED_MEMORY = "/dev/shm"
 
 @final
 class NodeMeter:
-    """Samples CPU, memory, shared memory, disk and network; rates are those since the previous sample.
+    """Samples CPU, memory, shared memory, disk and network; rates are averages since the previous sample.
 
-    The first sample has no rates and no share of the CPU: there is nothing yet to count from.
+    The first sample has no rates and no CPU utilization.
 
     >>> NodeMeter().sample().keys()
     dict_keys(['load', 'memory_used', 'memory_total', ...])
@@ -28,7 +28,7 @@ class NodeMeter:
     def sample(self) -> dict[str, Any]:
         """Returns fractions, bytes, and bytes per second."""
         memory = psutil.virtual_memory()
-        found = self._since_the_last() | {
+        found = self._rates() | {
             "load": psutil.getloadavg()[0],
             "memory_used": memory.total - memory.available,
             "memory_total": memory.total,
@@ -41,8 +41,8 @@ class NodeMeter:
             found |= {"shm_used": shared.used, "shm_total": shared.total}
         return found
 
-    def _since_the_last(self) -> dict[str, Any]:
-        """Returns the share of the CPU, and bytes per second; empty the first time."""
+    def _rates(self) -> dict[str, Any]:
+        """Returns CPU utilization and bytes per second since the last call; empty the first time."""
         cpu, totals, now = psutil.cpu_percent(None) / 100, _totals(), time.monotonic()
         before, passed = self._before, max(1e-3, now - self._at)
         self._before, self._at = totals, now
@@ -57,7 +57,7 @@ class NodeMeter:
 
 
 def _totals() -> dict[str, int]:
-    """Returns the bytes that this node has read, written, received and sent; without those that a sandbox hides."""
+    """Returns the bytes that this node has read, written, received and sent, except those that a sandbox hides."""
     disk, network = _counters(psutil.disk_io_counters), _counters(psutil.net_io_counters)
     found = {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes} if disk else {}
     return found | (

@@ -1,4 +1,4 @@
-"""`sampling_devices`, in the training process: starts the process that samples, and ends it."""
+"""`sampling_devices`: starts and ends the sampling process, in the training process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headway.system.log import logger
 INTERVAL_S = 15.0
 """seconds between two samples, unless HEADWAY_SAMPLE_EVERY says otherwise"""
 _DELAY_S = 5.0
-"""A run that is over sooner has no samples, and does not pay for a process."""
+"""A shorter run has no samples, and starts no process."""
 _KILLED_S = 2.0
-"""how long the process has to be gone once it was killed"""
+"""how long to wait for the process after it was killed"""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def sampling_devices(run: Run, *, host: str, delay_s: float = _DELAY_S) -> Itera
 
 @final
 class DeviceSampler:
-    """The process that samples, seen from the training process. It ends when its standard input closes."""
+    """The sampling process, seen from the training process. It ends when its standard input closes."""
 
     def __init__(self, run: Run, *, host: str, every_s: float) -> None:
         owner = str(run.fence.number) if run.fence else ""
@@ -60,11 +60,11 @@ class DeviceSampler:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the process. A node without room for it trains without samples."""
+        """Starts the process; if that fails, the node trains without samples."""
         try:
             log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
-                with block_forks():  # the training thread may start data workers meanwhile
+                with block_forks():  # the training thread may start data workers at the same time
                     self._process = subprocess.Popen(
                         self._command,
                         stdin=subprocess.PIPE,
@@ -83,5 +83,5 @@ class DeviceSampler:
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a call into the driver may outlive even the signal
+            with suppress(subprocess.TimeoutExpired):  # a driver call may delay even SIGKILL
                 self._process.wait(_KILLED_S)

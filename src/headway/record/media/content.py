@@ -1,7 +1,7 @@
-"""What a stage logs, taken over without waiting for a device; it is encoded later, in another thread.
+"""Copies of what a stage logs, made without waiting for a device; another thread encodes them later.
 
-A tensor on a GPU is copied by the device itself into pinned memory: the host only queues the copy. A tensor or array
-in the host's memory is copied at once, since the next step may overwrite it.
+A tensor on a GPU is copied to pinned memory by the device: the host only queues the copy. A tensor or array in host
+memory is copied at once, since the next step may overwrite it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_TEXT_CHARACTERS = 1 << 20
 
 
 class Figure(Protocol):
-    """A figure of matplotlib's."""
+    """A matplotlib figure."""
 
     dpi: float
     bbox: Any
@@ -50,13 +50,13 @@ class Figure(Protocol):
 
 
 ImageLike: TypeAlias = "Tensor | np.ndarray[Any, Any] | Sequence[Any] | Any"
-"""an image, a batch of images, or a list of images: tensors, arrays of numpy, images of Pillow"""
+"""an image, a batch of images, or a list of images: tensors, numpy arrays, Pillow images"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class EncodedMedia:
-    """The file of one item, and what its row says about it."""
+    """The file of one item, and the facts for its row."""
 
     data: bytes
     ending: str
@@ -67,11 +67,11 @@ class EncodedMedia:
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaContent:
-    """What is to be kept: `encode` waits for the copy from the device, if there is one."""
+    """An item to keep: `encode` waits for the copy from the device, if there is one."""
 
     kind: MediaKind
     bytes: int
-    """that it needs in memory until it is encoded"""
+    """of memory until it is encoded"""
     encode: Callable[[ImageFormat], EncodedMedia]
     caption: str = ""
 
@@ -80,7 +80,7 @@ class MediaContent:
 
 
 def take_image(image: ImageLike, *, caption: str, columns: int | None) -> MediaContent:
-    """Takes an image over, or a batch or list of images, which becomes a grid."""
+    """Copies an image, or a batch or list of images, which becomes a grid."""
     given = list(image) if isinstance(image, list | tuple) else [image]
     if not given:
         raise UsageError("log_image got an empty list: give an image, or several")
@@ -104,10 +104,10 @@ def take_image(image: ImageLike, *, caption: str, columns: int | None) -> MediaC
 
 
 def take_figure(figure: Figure, *, caption: str) -> MediaContent:
-    """Draws a figure, which is not possible in another thread; it is compressed there."""
+    """Draws a figure, which must happen in this thread; another thread compresses it."""
     if not (hasattr(figure, "savefig") and hasattr(figure, "bbox")):
         raise UsageError(
-            f"log_figure got a {type(figure).__name__}: give a figure of matplotlib, such as that of plt.subplots()"
+            f"log_figure got a {type(figure).__name__}: give a matplotlib figure, such as that of plt.subplots()"
         )
     drawn = io.BytesIO()
     figure.savefig(drawn, format="raw", dpi=figure.dpi)  # four bytes per pixel
@@ -124,7 +124,7 @@ def take_figure(figure: Figure, *, caption: str) -> MediaContent:
 
 
 def _take_cropped(figure: Figure, caption: str) -> MediaContent:
-    """Takes a figure over whose size is known only from the file that matplotlib makes of it."""
+    """Draws a figure whose size is known only from the file that matplotlib writes."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=figure.dpi)
     data = drawn.getvalue()
@@ -149,7 +149,7 @@ def _encode_pixels(pixels: Pixels, format: ImageFormat) -> EncodedMedia:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _TakenImages:
-    """One image or a batch of images in the host's memory, or on the way there."""
+    """One image or a batch of images in host memory, or on the way there."""
 
     array: Callable[[], np.ndarray[Any, Any]]
     shape: tuple[int, ...]
@@ -168,7 +168,7 @@ class _TakenImages:
 
 
 def _read_images(taken: Sequence[_TakenImages]) -> list[Pixels]:
-    """Returns the pixels of all images: those of floats have one scale, and those of integers."""
+    """Returns the pixels of all images: float images share one scale, integer images another."""
     arrays = [part.read() for part in taken]
     spans = {
         kind: value_span([each for each in arrays if (each.dtype.kind == "f") == kind])
@@ -187,8 +187,7 @@ def _take_images(image: ImageLike) -> list[_TakenImages]:
         image = np.asarray(picture)
     if not isinstance(image, Tensor | np.ndarray):
         raise UsageError(
-            f"log_image got a {type(image).__name__}: give a tensor, an array of numpy or an image of Pillow, or a "
-            "list of them"
+            f"log_image got a {type(image).__name__}: give a tensor, a numpy array or a Pillow image, or a list of them"
         )
     shape = tuple(image.shape)
     first = _channels_first(shape, isinstance(image, Tensor))
@@ -197,7 +196,7 @@ def _take_images(image: ImageLike) -> list[_TakenImages]:
 
 
 def _channels_first(shape: tuple[int, ...], is_tensor: bool) -> bool:
-    """Returns whether channels come before height and width; where both are possible, they do so in tensors."""
+    """Returns whether channels come before height and width; if both are possible, they do in tensors."""
     if len(shape) == 2:
         return False
     if len(shape) in (3, 4):
@@ -214,7 +213,7 @@ def _channels_first(shape: tuple[int, ...], is_tensor: bool) -> bool:
 
 
 def take_histogram(values: Any, *, bins: int) -> MediaContent:
-    """Takes the values of a histogram over; those on a device are counted there, and only the counts are copied."""
+    """Copies the values of a histogram; those on a device are counted there, and only the counts are copied."""
     if not isinstance(bins, int) or isinstance(bins, bool) or not 1 <= bins <= MAX_BINS:
         raise UsageError(f"bins={bins!r}: give a whole number from 1 to {MAX_BINS}")
     tensor = values if isinstance(values, Tensor) else torch.from_numpy(np.array(values, dtype=np.float64))
@@ -242,13 +241,13 @@ def take_histogram(values: Any, *, bins: int) -> MediaContent:
 def count_values(values: Tensor, bins: int) -> Tensor:
     """Returns the smallest and the largest finite value, how many are not finite, and the counts of all bins.
 
-    The device is never waited for: nothing here depends on a value that the host would have to know.
+    It never waits for the device: nothing here needs a value on the host.
     """
     exact = exact_dtype(values.device)
     flat = values.reshape(-1).to(exact)
     finite = flat.isfinite()
     none = ~finite.any() if flat.numel() else torch.ones((), dtype=torch.bool, device=flat.device)
-    padded = torch.cat([flat, flat.new_zeros(1)])  # so that there is one, also if all are left out
+    padded = torch.cat([flat, flat.new_zeros(1)])  # used if no value is finite
     known = torch.cat([finite, none.reshape(1)])
     low = torch.where(known, padded, math.inf).amin()
     high = torch.where(known, padded, -math.inf).amax()
@@ -263,7 +262,7 @@ def count_values(values: Tensor, bins: int) -> Tensor:
 
 
 def take_text(text: str) -> MediaContent:
-    """Takes a text over, without secrets; of a very long one its beginning."""
+    """Takes a text, without secrets; only the beginning of a very long one."""
     if not isinstance(text, str):
         raise UsageError(f"log_text got a {type(text).__name__}: give text, such as tokenizer.decode(tokens)")
     rest = len(text) - _MAX_TEXT_CHARACTERS
@@ -282,7 +281,7 @@ def take_text(text: str) -> MediaContent:
 def take_array(
     values: Tensor | np.ndarray[Any, Any], caller: str
 ) -> tuple[Callable[[], np.ndarray[Any, Any]], int]:
-    """Copies values into the host's memory; returns a function that waits for the copy, and its size in bytes."""
+    """Copies values to host memory; returns a function that waits for the copy, and its size in bytes."""
     if isinstance(values, np.ndarray):
         array = np.array(values)
         if array.dtype.kind not in "buif":

@@ -1,4 +1,4 @@
-"""Pixels, histograms and texts as bytes. Everything here runs beside training, in the thread of `MediaWriter`."""
+"""Encodes images and histograms as bytes, in the thread of `MediaWriter`, beside training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PNG_COLORS = {1: 0, 2: 4, 3: 2, 4: 6}  # its number for gray, gray with alpha, 
 def to_pixels(
     values: npt.NDArray[Any], *, channels_first: bool, span: tuple[float, float] | None = None
 ) -> Pixels:
-    """Returns an image as bytes: of `span`, by default that of the image alone, the first is black, the last white."""
+    """Returns an image as bytes, with black and white at the ends of `span`, by default that of the image itself."""
     if values.ndim == 2:
         values = values[:, :, None]
     elif channels_first:
@@ -44,7 +44,7 @@ def to_pixels(
 
 
 def value_span(images: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
-    """Returns which values are black and white: 0 and 1, of integers 0 and 255, or the extremes if some are beyond.
+    """Returns the values of black and white: 0 and 1, for integers 0 and 255, or the extremes if values exceed these.
 
     >>> value_span([np.array([0.5]), np.array([0.2])]), value_span([np.array([0.5]), np.array([3.0])])
     ((0.0, 1.0), (0.5, 3.0))
@@ -57,7 +57,7 @@ def value_span(images: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
 
 
 def grid_size(sizes: Sequence[tuple[int, int]], *, columns: int | None) -> tuple[int, int, int]:
-    """Returns height, width and columns of the grid of images of these heights and widths."""
+    """Returns height, width and number of columns of a grid of images with these heights and widths."""
     columns = min(len(sizes), columns or math.ceil(math.sqrt(len(sizes))))
     rows, gap = math.ceil(len(sizes) / columns), _GRID_GAP_PIXELS
     height, width = (max(size[axis] for size in sizes) for axis in (0, 1))
@@ -65,7 +65,7 @@ def grid_size(sizes: Sequence[tuple[int, int]], *, columns: int | None) -> tuple
 
 
 def to_grid(images: Sequence[Pixels], *, columns: int | None) -> Pixels:
-    """Returns images of any sizes side by side, in rows, with a gap between them."""
+    """Returns a grid of images of any sizes, with a gap between them."""
     *size, columns = grid_size([image.shape[:2] for image in images], columns=columns)
     height, width = (max(image.shape[axis] for image in images) + _GRID_GAP_PIXELS for axis in (0, 1))
     grid = np.zeros((*size, max(image.shape[2] for image in images)), np.uint8)
@@ -85,7 +85,7 @@ def _with_channels(image: Pixels, channels: int) -> Pixels:
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """Returns a PNG file, written without another package; each byte is stored as its difference to the pixel before.
+    """Returns a PNG file, encoded without another package; each byte is stored as its difference to the pixel before.
 
     >>> encode_png(np.zeros((2, 2, 3), np.uint8))[:4]
     b'\\x89PNG'
@@ -105,7 +105,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def check_jpeg() -> None:
-    """Raises `MissingExtra` if there is no package to write JPEG with."""
+    """Raises `MissingExtra` if the package that writes JPEG is not installed."""
     if importlib.util.find_spec("PIL") is None:
         raise MissingExtra("pillow", extra="images", purpose="to keep images as JPEG")
 
@@ -121,5 +121,5 @@ def encode_jpeg(pixels: Pixels) -> bytes:
 
 
 def encode_histogram(edges: Sequence[float], counts: Sequence[int], non_finite: int) -> bytes:
-    """Returns a histogram as JSON, as `read_histogram` reads it."""
+    """Returns a histogram as JSON, for `read_histogram`."""
     return json.dumps({"edges": list(edges), "counts": list(counts), "non_finite": non_finite}).encode()

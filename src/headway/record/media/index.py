@@ -58,6 +58,11 @@ class MediaItem:
     width: int = 0
     height: int = 0
 
+    @property
+    def label(self) -> str:
+        """The name in other systems: that of an item of another rank than 0 begins with the rank."""
+        return f"rank-{self.rank}/{self.name}" if self.rank else self.name
+
     def path(self, run: Run) -> Path:
         """Returns the file: PNG or JPEG for images and figures, JSON for histograms, text for texts."""
         return run.media_dir / self.file
@@ -65,7 +70,7 @@ class MediaItem:
 
 @final
 class MediaIndex:
-    """Follows the media of a run, of all its ranks; of a long index only the newest `most_bytes`, if they are given.
+    """Follows the media of all ranks of a run; reads at most the newest `most_bytes` of the indexes, if given.
 
     >>> index = MediaIndex(run)  # doctest: +SKIP
     >>> index.refresh()  # doctest: +SKIP
@@ -80,13 +85,13 @@ class MediaIndex:
         self._items: dict[str, MediaItem] = {}  # by file, without its ending
         self._sorted: list[MediaItem] | None = None
         self.is_partial = False
-        """whether older rows were left out"""
+        """whether older rows were skipped"""
 
     def __len__(self) -> int:
         return len(self._items)
 
     def refresh(self) -> bool:
-        """Reads what is new; returns whether anything was."""
+        """Reads new rows; returns whether any item was added or removed."""
         found = False
         ranks = indexed_ranks(self._run)
         for rank in ranks:
@@ -102,12 +107,12 @@ class MediaIndex:
         return found
 
     def find(self, file: str) -> MediaItem | None:
-        """Returns the item of a file, as rows name it; None if there is none."""
+        """Returns the item of a file, named as in the rows; None if there is none."""
         item = self._items.get(_stem(file))
         return item if item is not None and item.file == file else None
 
     def items(self, name: str | None = None) -> list[MediaItem]:
-        """Returns all items, or those of a name, by step; without those that were removed."""
+        """Returns all items, or those of a name, by step, except removed ones."""
         if self._sorted is None:
             order = sorted(
                 self._items.values(), key=lambda item: (item.step, item.rank, item.name, item.number)
@@ -120,7 +125,7 @@ class MediaIndex:
         return sorted({item.name for item in self._items.values()})
 
     def _open(self, rank: int, ranks: int) -> Tail:
-        """Opens the index of a rank; where that begins within a row, the rest of it is skipped as damaged."""
+        """Opens the index of a rank; if the offset is within a row, the rest of that row is skipped as damaged."""
         file = self._run.media_index_file(rank)
         size = file.stat().st_size if self._most_bytes is not None else 0
         begin = 0 if self._most_bytes is None else max(0, size - self._most_bytes // ranks)
@@ -138,9 +143,9 @@ class MediaIndex:
 
 @final
 class MediaTail:
-    """Reads the items of a run while they are logged, of all ranks or of one, each once, in the order of the files.
+    """Reads each item of a run once while they are logged, for all ranks or one, in file order.
 
-    `offsets` are the bytes that were read of each rank's index: give them to the next `MediaTail` to continue there.
+    `offsets` are the bytes read so far of each rank's index: pass them to the next `MediaTail` to continue there.
     """
 
     def __init__(self, run: Run, offsets: Mapping[int, int], *, rank: int | None = None) -> None:
@@ -160,7 +165,7 @@ class MediaTail:
         return found
 
     def read_again(self) -> list[MediaItem]:
-        """Returns the items before the offsets: what was read by an earlier process."""
+        """Returns the items before the offsets, which an earlier process has read."""
         found = []
         for rank, end in self.offsets.items():
             tail = self._tail(rank, 0)
@@ -212,7 +217,7 @@ def read_histogram(path: Path) -> Mapping[str, Any] | None:
 
 
 def parse_item(rank: int, row: Row) -> MediaItem | None:
-    """Returns the item of a row of the index; None if it is not one, or names a file outside of `media/`."""
+    """Returns the item of a row of the index; None if it is not an item, or has a file outside of `media/`."""
     texts = [row.get(key) for key in ("name", "stage", "file")]
     counts = [row.get(key) for key in ("step", "number", "attempt", "epoch", "bytes")]
     time, kind, width, height = (row.get(key, 0) for key in ("time", "kind", "width", "height"))

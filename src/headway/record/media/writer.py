@@ -1,4 +1,4 @@
-"""`MediaWriter`: keeps what a stage logs, in a thread of its own, within a limit on the size of it all."""
+"""`MediaWriter`: writes the media that a stage logs, in its own thread, within a limit on their total size."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from headway.system.log import logger
 from headway.system.text import format_bytes
 
 _PENDING_BYTES = 1 << 28
-"""of what is not encoded yet; more makes the training wait"""
+"""of media that are not encoded yet; beyond this, training waits"""
 _CLOSE_S = 5.0
-"""how long a run that failed waits for what it has logged"""
+"""how long a failed run waits for its media"""
 _SAVE_S = 60.0
-"""how long a checkpoint waits for what was logged before it"""
+"""how long a checkpoint waits for the media logged before it"""
 _LONGEST_PART = 200
 _THINNED_TO = 0.9
-"""of the limit, so that not every item makes another one go"""
+"""of the limit, so that not every new item removes another one"""
 
 
 @final
@@ -40,7 +40,7 @@ class MediaSettings:
     """How images, figures, histograms and texts are kept: `pipe.set_media(max_gb=5, format="jpeg")`."""
 
     max_gb: float = 1.0
-    """of all files together, in units of 1e9 bytes; of the older items of the largest names, some are removed then"""
+    """of all files together, in units of 1e9 bytes; beyond it, some older items of the largest names are removed"""
     format: ImageFormat = "png"
     """"png" or, smaller and not exact, "jpeg" """
     ranks: tuple[int, ...] | Literal["all"] = (0,)
@@ -69,7 +69,7 @@ class MediaSettings:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """A row to write, and what its file has; the place of a checkpoint has none."""
+    """A row to write, and the content of its file; the mark of a checkpoint has none."""
 
     facts: dict[str, Any]
     content: MediaContent | None
@@ -79,7 +79,7 @@ class _Entry:
 class MediaWriter:
     """Writes the media of one rank. `add` returns at once, unless 256 MiB wait to be encoded.
 
-    What cannot be written costs items, and never the run.
+    A write that fails loses items, but never the run.
     """
 
     def __init__(self, run: Run, settings: MediaSettings, *, world: World, attempt: int) -> None:
@@ -91,7 +91,7 @@ class MediaWriter:
         self._numbers: dict[tuple[str, int], int] = {}  # of the next item of a name in a step
         self._changed = threading.Condition()
         self._queue: deque[_Entry] = deque()
-        self._added = self._written = 0  # entries of the queue; what could not be written counts, too
+        self._added = self._written = 0  # entries of the queue; those that could not be written count, too
         self._pending_bytes, self._busy, self._closing = 0, False, False
         self._unsaved = False  # whether anything was added since the last checkpoint
         self._thread: threading.Thread | None = None
@@ -102,9 +102,9 @@ class MediaWriter:
     # --- on the training thread
 
     def begin(self, step: int) -> None:
-        """Removes what earlier attempts logged after the checkpoint of `step`, from which this one starts."""
+        """Removes items that earlier attempts logged after the checkpoint of `step`, from which this one starts."""
         ranks = [self._rank] if self.is_open else []
-        if self._rank == 0:  # it does so for ranks that are no more
+        if self._rank == 0:  # also for ranks that no longer exist
             ranks += [rank for rank in indexed_ranks(self._run) if rank >= self._world_size]
         for rank in ranks:
             try:
@@ -113,8 +113,8 @@ class MediaWriter:
                 self._warn("begin", f"media of rank {rank} could not be read: {error}")
                 continue
             if rank == self._rank:
-                self._kept.begin(kept)
                 for item in kept:
+                    self._kept.insert(item)
                     if item.step >= step:
                         self._numbers[item.name, item.step] = max(
                             self._numbers.get((item.name, item.step), 0), item.number + 1
@@ -153,9 +153,9 @@ class MediaWriter:
             self._put(_Entry(facts=facts, content=content))
 
     def save_point(self, step: int) -> None:
-        """Notes that a checkpoint of `step` has what was added so far: a run that resumes from it keeps that alone.
+        """Marks the items so far as part of the checkpoint of `step`: a run that resumes from it keeps only these.
 
-        A validation begins with one, too: a checkpoint that is written within it is of the state before it.
+        A validation begins with a mark, too, since a checkpoint that is written during it has the state before it.
         """
         if self._unsaved:
             self._unsaved = False
@@ -163,7 +163,7 @@ class MediaWriter:
                 self._put(_Entry(facts={"kind": "saved", "time": time.time(), "step": step}, content=None))
 
     def flush_before(self, step: int) -> Callable[[], None]:
-        """Returns what to call before the checkpoint of `step` is written: it waits for what was added until now."""
+        """Returns a function to call before the checkpoint of `step` is written: it waits for the items so far."""
         until = self._added
 
         def wait() -> None:
@@ -179,12 +179,12 @@ class MediaWriter:
         return wait
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all that was added is on disk; returns whether it is. May be called from any thread."""
+        """Waits until all added items are on disk; returns whether they are. May be called from any thread."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
 
     def close(self, *, failed: bool = False) -> None:
-        """Writes what is left; a run that failed waits only a few seconds for it."""
+        """Writes the remaining items; a failed run waits only a few seconds for them."""
         if self._thread is not None:
             if not self.flush(_CLOSE_S if failed else None):
                 self._warn("close", f"{len(self._queue):,} media items were not written: the run failed")
@@ -210,7 +210,7 @@ class MediaWriter:
             self._thread = threading.Thread(target=self._work, name="headway-media", daemon=True)
             self._thread.start()
 
-    # --- on the thread of its own
+    # --- on the writer's own thread
 
     def _work(self) -> None:
         while True:
@@ -221,11 +221,11 @@ class MediaWriter:
                 entry, self._busy = self._queue.popleft(), True
             try:
                 self._write(entry)
-            except RunLocked as error:  # another process trains here, and keeps its own
+            except RunLocked as error:  # another process trains here, and writes its own media
                 self._warn("locked", str(error))
             except StorageError as error:
                 self._warn("storage", f"media are being lost: {error}")
-            except Exception as error:  # noqa: BLE001  what a user logged must not end the run
+            except Exception as error:  # noqa: BLE001  an item that a user logged must not end the run
                 name, step = entry.facts.get("name"), entry.facts["step"]
                 self._warn(f"item {name}", f"{name!r} of step {step:,} was not kept: {error}")
             finally:
@@ -269,7 +269,7 @@ class MediaWriter:
         return self._rows
 
     def _drop_repeated(self, rank: int, step: int) -> list[MediaItem]:
-        """Removes what was logged after the checkpoint of `step`; returns what is left."""
+        """Removes the items logged after the checkpoint of `step`; returns the others."""
         index = self._run.media_index_file(rank)
         before: dict[str, MediaItem] = {}
         after: dict[str, MediaItem] = {}
@@ -290,7 +290,7 @@ class MediaWriter:
         return list(before.values())
 
     def _remove(self, items: Iterable[MediaItem], rows: JsonLinesWriter) -> None:
-        """Removes files; a reader that has read the row before may find no file."""
+        """Removes the files of items, after recording it: a reader may have a row without a file."""
         gone = list(items)
         rows.write_all({"kind": "removed", "time": time.time(), "file": item.file} for item in gone)
         with files.storage(f"remove files in {self._run.media_dir}"):
@@ -305,33 +305,30 @@ class MediaWriter:
 
 @final
 class KeptFiles:
-    """The items of a rank, and which of them go when they need more space than they may."""
+    """The items of a rank, and the choice of those to remove when they exceed the limit."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit, self.total = limit_bytes, 0
         self._items: dict[str, list[MediaItem]] = {}  # by name, the oldest first
         self._sizes: dict[str, int] = {}
 
-    def begin(self, items: Iterable[MediaItem]) -> None:
-        for item in items:
-            self._insert(item)
-
     def add(self, item: MediaItem) -> list[MediaItem]:
-        """Adds an item; returns those that have to go: of the largest name, every second one of the older half.
+        """Adds an item; returns those to remove: of the largest name, every second one of the older half.
 
-        So what is left of a name becomes sparser towards its beginning. The newest item of each name stays.
+        So the items of a name become sparser towards its beginning. The newest item of each name stays.
         """
-        self._insert(item)
+        self.insert(item)
         gone: list[MediaItem] = []
         if self.total > self._limit:
             while self.total > _THINNED_TO * self._limit:
                 thinned = self._thin()
                 if not thinned:
-                    break  # there is one item of each name
+                    break  # each name has only one item
                 gone += thinned
         return gone
 
-    def _insert(self, item: MediaItem) -> None:
+    def insert(self, item: MediaItem) -> None:
+        """Adds an item, without a check of the limit."""
         self._items.setdefault(item.name, []).append(item)
         self._sizes[item.name] = self._sizes.get(item.name, 0) + item.bytes
         self.total += item.bytes
@@ -353,7 +350,7 @@ class KeptFiles:
 
 
 def _checked(name: str) -> str:
-    """Returns the directory of a name, below that of its rank; raises `UsageError` for one that cannot have any."""
+    """Returns the directory of a name, below that of its rank; raises `UsageError` if the name is not valid."""
     parts = name.split("/") if isinstance(name, str) else [""]
     path = quote(name, safe="/ ") if isinstance(name, str) else ""
     if not all(part.strip(". ") for part in parts) or re.search(r"[\x00-\x1f]", path):

@@ -1,12 +1,12 @@
-"""Sinks take a run's metric rows to other systems: Weights & Biases, TensorBoard, MLflow, a CSV file, or your own.
+"""Sinks send a run's metric rows to other systems: Weights & Biases, TensorBoard, MLflow, a CSV file, or your own.
 
-Training writes rows to `metrics/rank-00000.jsonl` and waits for nothing else. Each sink runs in a process of its own
-that follows this file, so a sink that hangs, fails or has no network costs training nothing: its rows stay in the file.
+Training writes rows to `metrics/rank-00000.jsonl` and waits for nothing else. Each sink runs in its own process, which
+follows this file, so a sink that hangs, fails or has no network does not affect training: its rows stay in the file.
 
     with feeding(run, [Wandb(project="digits"), TensorBoard()]):
         train()
 
-`Sink` in `base` is the interface, `transport` brings a sink to its process, `feeder` starts and ends that process.
+`Sink` in `base` is the interface, `transport` sends a sink to its process, `feeder` starts and ends that process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m headway.record.sinks`: the process that feeds one sink.
 
 Standard input comes from the training process. Its first line is a JSON object with the run and the sink, its second
-says how the run ended. If the pipe closes before that, the training process was killed.
+has the status and exit code of the run. If the pipe closes before that, the training process was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.system.jsonlines import Tail, parse_json
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 20
 _ROOT_WAIT_S = 120.0
-_STATUS_WAIT_S = 5.0  # a run that was killed may need as long until its record says so
+_STATUS_WAIT_S = 5.0  # until the record of a killed run has its end
 
 
 def main() -> None:
@@ -36,17 +36,15 @@ def main() -> None:
     sink = transport.make(request["sink"])
     sink.rank, sink.local_rank = request["rank"], request["local_rank"]
     if sink.rank and not _wait_for_root(run, sink):
-        print("rank 0 has not opened this sink: nothing is fed", file=sys.stderr)
+        print("rank 0 has not opened this sink: no rows are sent", file=sys.stderr)
         return
     source = SinkSource(run, sink)
     sink.open(run)
     source.note_rows()
     ended: dict[str, Any] | None = None
     while True:
-        if not run.is_ours():  # its new owner feeds this sink from here on
-            print(
-                "another process trains in this run now: its rows are not for this process", file=sys.stderr
-            )
+        if not run.is_ours():  # its new owner feeds this sink from now on
+            print("another process trains in this run now, and feeds this sink", file=sys.stderr)
             return
         if source.feed():
             continue
@@ -59,7 +57,7 @@ def main() -> None:
 
 @final
 class SentSteps:
-    """Which rows a sink has, by kind, stage, epoch, step and names: a restart would give a tracker some steps twice.
+    """The rows that a sink has, by kind, stage, epoch, step and names, since a restart repeats some steps.
 
     >>> sent = SentSteps()
     >>> [len(sent.leave_out([{"kind": "train", "step": step}])) for step in (1, 2, 1, 3)]
@@ -70,13 +68,13 @@ class SentSteps:
         self._seen: set[int] = set()
 
     def read(self, file: Path, end: int) -> None:
-        """Notes the rows before byte `end` of the metrics file."""
+        """Adds the rows before byte `end` of the metrics file."""
         tail = Tail(file)
         while tail.offset < end and (rows := tail.read(min(_CHUNK_BYTES, end - tail.offset))):
             self.leave_out(row for row in rows if "step" in row)
 
     def leave_out(self, rows: Iterable[MetricRow]) -> list[MetricRow]:
-        """Returns the rows that are not there yet, and notes them."""
+        """Returns the rows that the sink does not have yet, and adds them."""
         new = []
         for row in rows:
             metrics = row.get("metrics")
@@ -91,7 +89,7 @@ class SentSteps:
 
 @final
 class SinkSource:
-    """What a sink has not received yet: rows of the metrics file, and media."""
+    """The rows of the metrics file and the media that a sink has not received yet."""
 
     def __init__(self, run: Run, sink: Sink) -> None:
         self._run, self._sink = run, sink
@@ -106,7 +104,7 @@ class SinkSource:
             self._sent_media.update(item.file for item in self._media.read_again())
 
     def feed(self) -> bool:
-        """Gives the sink what is new; returns whether anything was."""
+        """Sends new rows and media to the sink; returns whether there were any."""
         before = self._rows.offset, self._media.offsets
         rows = [row for row in self._rows.read() if "step" in row]
         if rows := rows if self._sink.replaces_steps else self._sent.leave_out(rows):
@@ -120,33 +118,33 @@ class SinkSource:
         return before != (self._rows.offset, self._media.offsets)
 
     def _give(self, item: MediaItem) -> None:
-        """Gives the sink an item, unless it got it before a restart or the file is gone."""
-        known, path = item.file in self._sent_media, item.path(self._run)
+        """Sends an item to the sink, unless it was sent before a restart or its file is gone."""
+        was_sent, path = item.file in self._sent_media, item.path(self._run)
         if not self._sink.replaces_steps:
             self._sent_media.add(item.file)
-        if known or not path.is_file():
+        if was_sent or not path.is_file():
             return
         try:
             self._sink.write_media([item])
         except Exception:
             if path.is_file():
                 raise
-            # The run has reached its limit and removed the file while the sink read it.
+            # the run reached its limit and removed the file while the sink read it
 
     def note_rows(self) -> None:
-        """Writes down how many rows the sink has received; the file exists once the sink is open."""
+        """Records how far the sink has received the rows; the file exists once the sink is open."""
         files.write_atomic(self._rows_file, f"{self._rows.offset}\n".encode())
 
 
 @final
 class ParentPipe:
-    """Lines from the training process, read without a buffer, which `select` would not see."""
+    """Lines from the training process, read without a buffer that would hide data from `select`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._received = descriptor, b""
 
     def read_line(self, *, timeout_s: float | None) -> str | None:
-        """Returns the next line; None if there is none in time; an empty one if the pipe is closed."""
+        """Returns the next line; None if none comes in time; an empty string if the pipe is closed."""
         while b"\n" not in self._received:
             if not select.select([self._descriptor], [], [], timeout_s)[0]:
                 return None
@@ -159,7 +157,7 @@ class ParentPipe:
 
 
 def _read_offset(file: Path) -> int:
-    """Returns how far an earlier attempt's rows were written to this sink, in bytes."""
+    """Returns how many bytes of the metrics file earlier attempts sent to this sink."""
     with suppress(FileNotFoundError, ValueError):
         return int(files.read_regular(file))
     return 0
@@ -172,7 +170,7 @@ def _read_media_offsets(file: Path) -> dict[int, int]:
 
 
 def _wait_for_root(run: Run, sink: Sink) -> bool:
-    """Waits until rank 0 has opened the sink: the others join what it has made there."""
+    """Waits until rank 0 has opened the sink, whose run the other ranks join."""
     deadline = time.monotonic() + _ROOT_WAIT_S
     while not run.sink_offset_file(sink.name).exists():
         if time.monotonic() > deadline or not run.is_ours():
@@ -182,7 +180,7 @@ def _wait_for_root(run: Run, sink: Sink) -> bool:
 
 
 def _recorded_end(run: Run) -> dict[str, Any]:
-    """Returns how the run ended by its own record, which may take a moment to be written."""
+    """Returns the recorded end of the run, which may take a moment to be written."""
     deadline = time.monotonic() + _STATUS_WAIT_S
     while (attempt := run.info()["attempts"][-1])["status"] == "running":
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The interface of a sink, and what the sinks of this package share."""
+"""The interface of a sink, and functions that the sinks of this package share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MetricRow = dict[str, Any]
 """A row of the metrics file: `kind`, `time`, `step`, mostly `stage`, `epoch` and `metrics`; `scalars` flattens it."""
 
 RunStatus = Literal["done", "failed", "stopped", "interrupted"]
-"""How an attempt ended; "stopped" means with a checkpoint, to be resumed."""
+"""How an attempt ended; "stopped" means with a checkpoint, from which it can be resumed."""
 
 
 class Sink(ABC):
-    """Takes metric rows to another system. Subclass it and pass an object of it to `pipe.add_sink`.
+    """Sends metric rows to another system. Subclass it and pass an instance to `pipe.add_sink`.
 
         @dataclass
         class Sqlite(Sink):
@@ -38,21 +38,21 @@ class Sink(ABC):
             def close(self, status, exit_code):
                 self._database.close()
 
-    The fields of the dataclass are the settings. The training process only makes the object; another process imports
-    the class by its name, makes an object from the same settings, which travel as JSON, and calls the three methods
-    there. So the class is defined at the top level of a module or of the training script.
+    The fields of the dataclass are the settings. The training process only creates the instance; another process
+    imports the class by name, creates an instance from the same settings, sent as JSON, and calls the three methods. So
+    the class must be defined at the top level of a module or of the training script.
     """
 
     rank = 0
-    """whose rows these are; not 0 only if `feeds_all_ranks`"""
+    """the rank whose rows are sent; always 0 unless `feeds_all_ranks`"""
     local_rank = 0
     name: ClassVar[str]
-    """names the sink's files, `log/sink-NAME.txt` and `metrics/sink-NAME.offset`; by default the class's, lower-case"""
+    """used in file names, such as `log/sink-NAME.txt`; by default the class name in lower case"""
     title: ClassVar[str]
-    """names the sink in messages; by default the class's name"""
+    """used in messages; by default the class name"""
 
     replaces_steps: ClassVar[bool] = False
-    """whether a step that a restart repeats takes the place of the first one; else the sink gets each step once"""
+    """whether a step that a restart repeats replaces the first one; otherwise the sink gets each step once"""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -67,14 +67,14 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, rows: Sequence[MetricRow]) -> None:
-        """Takes the next rows, in the order of the file. If it raises, the next attempt gets them again."""
+        """Takes the next rows, in file order. If it raises, the next attempt sends them again."""
 
     def write_media(self, items: Sequence[MediaItem]) -> None:  # noqa: B027
-        """Takes the next images, figures, histograms and texts; `item.path(run)` is the file. By default, none."""
+        """Takes the next images, figures, histograms and texts; `item.path(run)` is the file. Optional."""
 
     @property
     def feeds_all_ranks(self) -> bool:
-        """Whether each rank has a process that feeds its own rows; by default rank 0 alone."""
+        """Whether each rank has a process that sends its own rows; by default only rank 0 does."""
         return False
 
     @abstractmethod

@@ -22,7 +22,7 @@ _LINE_BYTES = 1 << 16
 class Csv(Sink):
     """Writes every number to a CSV file, one line each: step, time, kind, stage, epoch, name, value.
 
-    Steps that a restart repeats replace those that were lost: every step is in the file once.
+    Steps that a restart repeats replace the first ones, so every step is in the file once.
     """
 
     replaces_steps = True
@@ -42,7 +42,7 @@ class Csv(Sink):
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             values, step = scalars(row), row["step"]
-            is_train = row.get("kind") == "train"  # rows of saves may come late, and are of earlier steps
+            is_train = row.get("kind") == "train"  # rows of saves may come late, with an earlier step
             if is_train and self._restarts.observe(row):
                 self._forget(step)
             point = [row.get(column, "") for column in _COLUMNS[:-2]]
@@ -56,7 +56,7 @@ class Csv(Sink):
             self._writer.writerow(_COLUMNS)
 
     def _forget(self, step: int) -> None:
-        """Removes the lines of `step` and all later ones: they come again, from a checkpoint before them."""
+        """Removes the lines of `step` and all later ones, which a restart from an earlier checkpoint repeats."""
         self._file.close()
         kept = self._path.with_name(f".{self._path.name}.tmp")
         with kept.open("w", newline="") as file:
@@ -74,7 +74,7 @@ class Csv(Sink):
 
 
 def _step(line: Sequence[str]) -> int:
-    """The step of a line; -1 for the heading, and for a line that is not whole."""
+    """Returns the step of a line; -1 for the heading, and for an incomplete line."""
     return int(line[0]) if len(line) == len(_COLUMNS) and line[0].isdecimal() else -1
 
 
@@ -83,7 +83,7 @@ def _train_step(line: Sequence[str]) -> int:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Removes half a line that a killed process left at the end: its row comes again."""
+    """Removes an incomplete line that a killed process left at the end: its row is sent again."""
     if path.exists():
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""`feeding`, in the training process: starts a process per sink, and sends it at the end how the run ended."""
+"""`feeding`: starts a process per sink, in the training process, and sends it the status at the end of the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headway.system.redact import redact, redact_tree
 
 _FINISH_S = 30.0
 _KILLED_S = 2.0
-"""how long a process has to be gone once it was killed"""
+"""how long to wait for a process after it was killed"""
 
 
 def check_sink(sink: Sink, others: Sequence[Sink] = ()) -> None:
@@ -44,11 +44,11 @@ def check_sink(sink: Sink, others: Sequence[Sink] = ()) -> None:
 def feeding(
     run: Run, sinks: Sequence[Sink], *, rank: int = 0, local_rank: int = 0, finish_s: float = _FINISH_S
 ) -> Iterator[None]:
-    """Feeds sinks from the run's metrics and media while the block runs. Call it within `recording`, on all ranks or
-    on rank 0 alone: other ranks feed only sinks that take the rows of all.
+    """Feeds sinks from the run's metrics and media while the block runs.
 
-    Nothing that a sink does affects the run. What it prints goes to `log/sink-NAME.txt`; one that failed is reported at
-    the end, and one that has not taken all rows `finish_s` seconds after the block is killed.
+    Call it within `recording`, on all ranks or on rank 0 alone: other ranks feed only sinks with `feeds_all_ranks`. A
+    sink cannot affect the run. Its output goes to `log/sink-NAME.txt`; a failure is reported at the end, and a sink
+    that has not taken all rows `finish_s` seconds after the block is killed.
 
         with feeding(run, [Wandb(project="digits")]):
             train()
@@ -72,7 +72,7 @@ def feeding(
 
 
 def write_description(run: Run, sink: Sink) -> None:
-    """Keeps in the run which sink it is and its settings, so that it can be fed again later."""
+    """Writes the class and settings of a sink to the run, so that it can be fed again later."""
     run.check_owner()
     with files.storage(f"write {run.sink_file(sink.name)}"):
         files.write_atomic(run.sink_file(sink.name), to_json(redact_tree(transport.describe(sink))))
@@ -102,16 +102,16 @@ class Feeder:
         self._send({**facts, "sink": transport.describe(sink)})
 
     def finish(self, status: str, exit_code: int) -> None:
-        """Says how the run ended; the sink takes the remaining rows and closes."""
+        """Sends the status of the run; the sink takes the remaining rows and closes."""
         self._send({"status": status, "exit_code": exit_code})
 
     def join(self, deadline: float, finish_s: float) -> bool:
-        """Waits for the process until the deadline, then kills it. Reports what went wrong; returns whether nothing."""
+        """Waits for the process until the deadline, then kills it. Warns of a failure; returns whether it succeeded."""
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # a call into a file system may outlive even the signal
+            with suppress(subprocess.TimeoutExpired):  # a file system call may delay even SIGKILL
                 self._process.wait(_KILLED_S)
             self._warn(f"did not take all rows within {finish_s:.0f} s and was killed")
             return False

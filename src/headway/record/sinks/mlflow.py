@@ -25,7 +25,7 @@ from headway.run import Run
 from headway.run.plain import leaves
 
 _NAME_CHARACTERS = 250
-"""that MLflow allows; the end of a longer name says more than its beginning"""
+"""that MLflow allows; the end of a longer name is kept, which says more than its beginning"""
 
 
 @final
@@ -35,16 +35,16 @@ class Mlflow(Sink):
 
     title = "MLflow"
     tracking_uri: str | None = None
-    """None: what MLFLOW_TRACKING_URI says"""
+    """None: the value of MLFLOW_TRACKING_URI"""
     experiment: str | None = None
     """None: the name of the run"""
     run_name: str | None = None
-    """what the run is called there, `name` of `pipe.enable_mlflow`; None: the name of the run directory"""
+    """the name of the run in MLflow, `name` of `pipe.enable_mlflow`; None: the name of the run directory"""
     notes: str | None = None
     """its description there"""
     tags: Mapping[str, str] = field(default_factory=dict)
     artifact_location: str | None = None
-    """where a new experiment keeps files; None: where the tracking server says"""
+    """where a new experiment keeps files; None: the default of the tracking server"""
     artifacts: Sequence[str] = ()
     """files of the run directory that are uploaded when the run is done, such as "config.yaml" and "media/*/val" """
 
@@ -94,17 +94,14 @@ class Mlflow(Sink):
 
     def write_media(self, items: Sequence[MediaItem]) -> None:
         for item in items:
-            path, name = (
-                item.path(self._directory),
-                f"{'' if not item.rank else f'rank-{item.rank}/'}{item.name}",
-            )
+            path = item.path(self._directory)
             if item.kind in ("image", "figure") and importlib.util.find_spec("PIL") is not None:
                 from PIL import Image
 
                 with Image.open(path) as image:
                     milliseconds = round(item.time * 1000)
                     self._client.log_image(
-                        self._id, image, key=_valid_key(name), step=item.step, timestamp=milliseconds
+                        self._id, image, key=_valid_key(item.label), step=item.step, timestamp=milliseconds
                     )
             elif item.kind == "text":
                 text = path.read_text(errors="replace")
@@ -121,12 +118,12 @@ class Mlflow(Sink):
 
 
 def _valid_key(name: str) -> str:
-    """Replaces what MLflow refuses in the keys of images, which have letters of ASCII only."""
+    """Replaces characters that MLflow refuses in the keys of images, which must be ASCII."""
     return re.sub(r"[^a-zA-Z0-9_\-./ ]", "_", name)
 
 
 def _valid_name(name: str) -> str:
-    """Replaces what MLflow refuses in names: some characters, and what would be another path, such as `a//b`."""
+    """Replaces parts that MLflow refuses in names: some characters, and paths that are not normalized, like `a//b`."""
     parts = re.sub(r"[^\w\-./ ]", "_", name).split("/")
     path = "/".join(part if part.strip(".") else "_" for part in parts)
     return re.sub(r"^\.\.", "__", path[-_NAME_CHARACTERS:].lstrip("/"))

@@ -1,6 +1,6 @@
-"""What `pipe.enable_wandb` and its like take: the fields of the sinks, with types, and `name` for `run_name`.
+"""The options of `pipe.enable_wandb` and similar methods: the fields of the sinks, with `name` for `run_name`.
 
-A test compares each with its sink, and that of Weights & Biases with `wandb.init`.
+A test compares them with the sinks, and those of Weights & Biases with `wandb.init`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class TensorBoardOptions(TypedDict, total=False):
 
 
 def check_options(known: type, tracker: str, options: Mapping[str, object]) -> dict[str, Any]:
-    """Returns the settings of a sink; an unknown name is a `UsageError` that says which one may have been meant."""
+    """Returns the settings of a sink; `UsageError` for an unknown name, with the closest known one."""
     for name in options:
         if name not in known.__annotations__:
             raise unknown_name(f"setting of {tracker}", name, known.__annotations__)
-    # the name of a sink itself is that of its files
+    # `name` of a sink is that of its files
     return {"run_name" if name == "name" else name: value for name, value in options.items()}

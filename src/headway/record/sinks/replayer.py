@@ -1,4 +1,4 @@
-"""Feeds sinks of a run that is over: what a tracker has not received because it could not be reached."""
+"""Feeds the sinks of a run that is over, for example a tracker that could not be reached during the run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from headway.record.sinks import transport
 from headway.record.sinks.base import Sink
 from headway.record.sinks.feeder import Feeder
 from headway.run import Run
+from headway.run.exit_codes import code_of
 from headway.system import ownership
 from headway.system.jsonlines import parse_json
 
@@ -19,14 +20,14 @@ _LIMIT_S = 3600.0
 def replay(
     run: Run, names: Sequence[str] = (), *, from_start: bool = False, limit_s: float = _LIMIT_S
 ) -> dict[str, bool]:
-    """Feeds the rest of the rows to the sinks that the run had, or to those of these names.
+    """Sends the remaining rows to the sinks of the run, or to those with these names.
 
-    Returns for each sink whether it took all of them. `from_start` sends all rows again.
+    Returns for each sink whether it took all rows. `from_start` sends all rows again.
 
     >>> replay(Run.open("runs/digits-2026.11.15-14.30-x7k2"), ["wandb"])
     {'wandb': True}
     """
-    run.check_private()  # what its files name is imported
+    run.check_private()  # classes that its files name are imported
     known = sorted(path.stem.removeprefix("sink-") for path in run.metrics_dir.glob("sink-*.json"))
     for name in names:
         if name not in known:
@@ -35,10 +36,18 @@ def replay(
     if not known:
         raise UsageError(f"{run.id} had no sink: add one to the script, such as pipe.enable_wandb()")
     found = {}
-    with run.lock() as lock:  # nobody trains in it meanwhile, and feeds the same sink
+    with run.lock() as lock:  # so that no training feeds the same sink
         held = run.held_as(lock.fence.number)
         attempts = run.info()["attempts"]
         status, code = (attempts[-1]["status"], attempts[-1]["exit_code"]) if attempts else ("failed", 1)
+        if status not in (
+            "done",
+            "stopped",
+            "interrupted",
+        ):  # also of one that was killed: "running" or "lost"
+            status = "failed"
+        if code is None:
+            code = code_of(status)
         for name in names or known:
             sink = _made(run, name)
             ranks = _fed_ranks(run, sink)
@@ -47,11 +56,9 @@ def replay(
                 run.sink_media_file(name, rank).unlink(missing_ok=True)
             feeders = [Feeder(held, sink, rank=rank) for rank in ranks]
             for feeder in feeders:
-                feeder.finish(status if status in ("done", "stopped", "interrupted") else "failed", code or 0)
+                feeder.finish(status, code)
             deadline = time.monotonic() + limit_s
-            took = [
-                feeder.join(deadline, limit_s) for feeder in feeders
-            ]  # each is waited for, whatever others did
+            took = [feeder.join(deadline, limit_s) for feeder in feeders]  # a list, to wait for every one
             found[name] = all(took)
     return found
 
@@ -73,5 +80,5 @@ def _made(run: Run, name: str) -> Sink:
     except (OSError, ValueError):
         description = None
     if not isinstance(description, dict) or not description:
-        raise UsageError(f"{run.sink_file(name)} is damaged: it should say what the sink was")
+        raise UsageError(f"{run.sink_file(name)} is damaged: it does not describe a sink")
     return transport.make(description)

@@ -22,9 +22,9 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
 
 @final
 class RestartDetector:
-    """Finds the log points from which on a restart repeats steps.
+    """Finds the log points from which a restart repeats steps.
 
-    One step may have several log points, such as one that is due and one at the end of the epoch, perhaps of the same
+    One step may have several log points, such as one that is due and one at the end of the epoch, perhaps with the same
     metrics. Only the first of them has trained samples, unless a restart repeats the step.
 
     >>> detector = RestartDetector()
@@ -37,7 +37,7 @@ class RestartDetector:
         self._step = step
 
     def observe(self, row: Mapping[str, Any]) -> bool:
-        """Takes the row of the next log point of training; returns whether it repeats what was before."""
+        """Takes the row of the next log point of training; returns whether it repeats earlier steps."""
         before, self._step = self._step, row["step"]
         return self._step < before or (self._step == before and bool(row.get("samples_per_second")))
 

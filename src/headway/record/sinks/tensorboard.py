@@ -86,11 +86,11 @@ class TensorBoard(Sink):
 
 
 def media_value(item: MediaItem, path: Path) -> Any:
-    """Returns what `SummaryWriter.add_image`, `add_histogram` and `add_text` write for it; None if it is damaged."""
+    """Returns the value that `SummaryWriter.add_image`, `add_histogram` or `add_text` writes; None if it is damaged."""
     from tensorboard.compat.proto import summary_pb2 as summaries, tensor_pb2, tensor_shape_pb2
     from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData
 
-    name = f"rank-{item.rank}/{item.name}" if item.rank else item.name
+    name = item.label
     if item.kind in ("image", "figure"):
         image = summaries.Summary.Image(
             height=item.height, width=item.width, colorspace=3, encoded_image_string=path.read_bytes()

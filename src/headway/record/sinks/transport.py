@@ -1,4 +1,4 @@
-"""How a sink gets from the training process to its own: as the name of its class, and its settings as JSON.
+"""Sends a sink from the training process to its own, as the name of its class and its settings in JSON.
 
 No object is pickled. The feeding process imports the class: from its module, or, for a class of the training script,
 from the script's file, which is imported under another name than `__main__`.
@@ -25,7 +25,7 @@ _SCRIPT_MODULE = "__headway_main__"
 
 
 def describe(sink: Sink) -> dict[str, Any]:
-    """Returns what another process needs to make the same sink. `UsageError` if it cannot be made there."""
+    """Returns a description from which another process makes the same sink. `UsageError` if that is not possible."""
     module, file = _module_of(type(sink))
     return {
         "module": module,
@@ -37,7 +37,7 @@ def describe(sink: Sink) -> dict[str, Any]:
 
 
 def make(description: dict[str, Any]) -> Sink:
-    """Makes the sink that `describe` described in another process."""
+    """Makes a sink from the description that `describe` returned in another process."""
     sys.path[:] = description["sys_path"]
     file = description["file"]
     module = _import_file(file) if file else importlib.import_module(description["module"])
@@ -47,7 +47,7 @@ def make(description: dict[str, Any]) -> Sink:
 
 
 def _module_of(cls: type[Sink]) -> tuple[str, str | None]:
-    """Returns the module that has the class, and the file if it is the script. Checks that the class is there."""
+    """Returns the module of the class, and its file if it is the script. Checks that the module has the class."""
     module = sys.modules.get(cls.__module__)
     try:
         found = attrgetter(cls.__qualname__)(module)

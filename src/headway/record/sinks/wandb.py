@@ -32,23 +32,23 @@ class Wandb(Sink):
 
     title = "Weights & Biases"
     project: str | None = None
-    """None: what WANDB_PROJECT says"""
+    """None: the value of WANDB_PROJECT"""
     entity: str | None = None
     run_name: str | None = None
-    """what the run is called there, `name` of `pipe.enable_wandb`; None: the name of the run directory"""
+    """the name of the run in W&B, `name` of `pipe.enable_wandb`; None: the name of the run directory"""
     notes: str | None = None
     group: str | None = None
     job_type: str | None = None
     tags: Sequence[str] = ()
     mode: Literal["online", "offline"] | None = None
-    """None: what WANDB_MODE says. Offline runs are written to the run directory, for `wandb sync`"""
+    """None: the value of WANDB_MODE. Offline runs are written to the run directory, for `wandb sync`"""
     save_code: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """more of `wandb.Settings`, such as {"x_stats_sampling_interval": 30}"""
     artifacts: Sequence[str] = ()
     """files of the run directory that are uploaded when the run is done, such as "config.yaml" and "media/*/val" """
     shared: bool = False
-    """whether all ranks write to the run: the devices of all nodes are seen there. Needs a server"""
+    """whether all ranks write to the run, which then shows the devices of all nodes. Needs a server"""
 
     def __post_init__(self) -> None:
         require_package("wandb", self)
@@ -91,7 +91,7 @@ class Wandb(Sink):
             self._run.define_metric("*", step_metric="step")
 
     def _settings(self) -> dict[str, Any]:
-        """Returns what `wandb.Settings` is given; in a shared run, only rank 0 says when it is finished."""
+        """Returns the arguments of `wandb.Settings`; in a shared run, only rank 0 marks it as finished."""
         settings: dict[str, Any] = {"console": "off", **self.settings}
         if self.shared:
             primary = self.rank == 0
@@ -109,8 +109,7 @@ class Wandb(Sink):
         for item in items:
             value = self._media(item)
             if value is not None:
-                name = f"rank-{item.rank}/{item.name}" if item.rank else item.name
-                self._run.log({name: value, "step": item.step, "epoch": item.epoch})
+                self._run.log({item.label: value, "step": item.step, "epoch": item.epoch})
 
     def _media(self, item: MediaItem) -> Any:
         import wandb
