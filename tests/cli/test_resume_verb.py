@@ -70,7 +70,7 @@ def test_a_failed_run_starts_again_as_it_was_started(tmp_path: Path) -> None:
     [
         ({"command": ["train", "--api-key", "[redacted]"]}, [], "leaves out a secret of its command line"),
         ({"world": {"nodes": 2}}, [], "ran on 2 nodes, and headway did not submit it"),
-        ({"cwd": "/no/such"}, [], "was started in /no/such, which is not there any more"),
+        ({"cwd": "/no/such"}, [], "was started in /no/such, which no longer exists"),
         ({}, ["--nodes", "2"], "use --nproc instead of --nodes"),
     ],
 )

@@ -399,7 +399,8 @@ def test_a_git_that_is_killed_does_not_pass_for_an_empty_project(
 def test_one_copy_for_all_runs_of_a_sweep(run: Run) -> None:
     take(run, "train.py")
     other = Run.create(run.path.parent, name="other")
-    assert adopt(other, run) == run.snapshot_dir
+    adopt(other, run)
+    assert load(other).directory == run.snapshot_dir
     assert runs(other) == "v1 1\n"
 
 

@@ -186,7 +186,10 @@ def test_a_run_of_a_sweep_never_runs_twice_at_once(
     assert main(["run", "--array", "lr=1,2", "train.py"]) == 0
     first, second = resolve([label_of(project)])
     assert starts == [str(first.path), str(second.path)]
-    assert f"lr=2 in {second.path} was started by another command meanwhile" in capsys.readouterr().err
+    assert (
+        f"lr=2 in {second.path} was skipped: another command has started it meanwhile"
+        in capsys.readouterr().err
+    )
     record_start(first)  # again, also where it has ended before
     first.ended_file.unlink()
     assert main(["resume", str(first.path)]) == 2 and len(starts) == 2

@@ -1,9 +1,9 @@
-"""Joining: which rank this process is, and what the ranks of a run do together.
+"""Joins the ranks of a run: which rank this process is, and what ranks do together.
 
 `init` (`join`) reads the launcher's variables (`environment`), finds the other ranks (`rendezvous`, `roster`), picks a
-device, and makes the process group (`group`). `control/` carries failures and requests to stop between ranks,
-`failure/` records them, `collective/` has guarded sections and the exchange of values, `topology/` the machine's links.
-Each name below is loaded, and torch with it, on first use: reading a launcher's environment needs neither.
+device, and makes the process group (`group`). `control/` carries failures and stop requests between ranks, `failure/`
+records them, `collective/` has guarded sections and the exchange of values, `topology/` describes the machine's links.
+The names below are loaded, and torch with them, on first use: reading a launcher's environment needs neither.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Start: get N processes going, here, on a cluster or under MPI, and end them together. No torch at import.
+"""Starts N processes, here, on a cluster or under MPI, and ends them together. No torch at import.
 
-`targets` describes where to run, `launch_function.launch` runs a function there and `submit_script.submit` a script,
-both through `enqueue` where a scheduler is asked; `job.Job` is what was started, and `job_start` starts
-it, also to resume it. `agent/` starts and supervises the ranks of a node, `functions/` carries a function and its
-results, `code/` keeps the code as it was. `prologue` and `epilogue` are the first and last command of a submitted job.
+`targets` describes where to run. `launch_function.launch` runs a function there and `submit_script.submit` a script;
+both submit to a scheduler through `enqueue`. `job.Job` is a started job, and `job_start` starts and resumes it.
+`agent/` starts and supervises the ranks of a node, `functions/` sends a function to the ranks and its results back, and
+`code/` copies the code. `prologue` and `epilogue` are the first and last command of a submitted job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From run directories to a job in the queue: job.json and job.sh in each run, and the scheduler's ids afterwards."""
+"""Submits run directories as a job: writes job.json and job.sh to each run, and records the scheduler's ids there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOT_SUBMITTED = (UsageError, SchedulerUnreachable)
 
 
 def check_target(target: ClusterTarget, *, jobs: int = 1) -> None:
-    """Asks the scheduler whether such a job could run, or an array of so many; `UsageError` says what is wrong."""
+    """Raises `UsageError` if the scheduler could not run such a job, or an array of `jobs`."""
     for path in target.pre:
         if not Path(path).exists():
             raise UsageError(
@@ -55,10 +55,10 @@ def check_target(target: ClusterTarget, *, jobs: int = 1) -> None:
 
 
 def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: ClusterTarget) -> JobIds:
-    """Submits one job, or an array with one job per run, and notes its ids in each run.
+    """Submits one job, or an array with one job per run, and records its ids in each run.
 
-    Several runs are an array, and so is one whose target says so. After `IncompleteSubmission` the job may be in the
-    queue and need its runs; after any other error it is not there.
+    Several runs are an array, and so is one run whose target has an array. After `IncompleteSubmission` the job may be
+    in the queue and need its runs; after any other error it is not.
 
     >>> submit_runs([run], [Program(command=["python", "train.py"])], Slurm(nodes=2)).number  # doctest: +SKIP
     '17'
@@ -69,7 +69,7 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
         JobFile(program=program, target=target).write(run)
         _write_script(run, target)
     for run in runs:
-        run.check_private()  # the scheduler and the job read what others could have put there
+        run.check_private()  # the scheduler and the job read files that others could have put there
     if not target.array and len(runs) == 1:
         request = _request(runs[0], target)
         return submit(lambda: scheduler.submit(request, runs[0].job_script))
@@ -82,7 +82,7 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
 
 
 def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]) -> JobIds:
-    """Submits a job's script once more, to start when the job is over: for sites that do not requeue jobs."""
+    """Submits a job's script again, to start when the job is over: for sites that do not requeue jobs."""
     run.check_private()
     scheduler = job.target.scheduler
     request = _request(run, job.target)
@@ -102,23 +102,23 @@ def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]
 
 
 def note_job(run: Run, ids: JobIds) -> None:
-    """Makes the job that has just started the job of its run, if that names another: a script submitted by hand.
+    """Records the job that has just started as the job of its run, as for a script that was submitted by hand.
 
-    The record of another job that is still there is left to that one: this start will be refused, or is its rival.
+    If another job of the run is still in the queue, its record stays: the lock of the run refuses one of the two.
     """
-    known = JobIds.from_submission(read_json(run.submission_file) or {})
-    if known is None:  # whoever submitted it could not note its number
+    recorded = JobIds.from_submission(read_json(run.submission_file) or {})
+    if recorded is None:  # the process that submitted it could not record its number
         try:
             _record(run, ids, before=_jobs_before(run))
         except StorageError as error:  # the job can train all the same
             logger.warning("%s; lists of runs do not show job %s", error, ids.number)
         return
-    if known.number == ids.number:
+    if recorded.number == ids.number:
         return
-    queue = schedulers.queue([known])
-    queued = queue.find(known)
-    if queued is None and queue.note:  # it may be there all the same
-        logger.warning("job %s is still noted as the job of %s: %s", known.number, run.id, queue.note)
+    queue = schedulers.queue([recorded])
+    queued = queue.find(recorded)
+    if queued is None and queue.note:  # it may still be in the queue
+        logger.warning("job %s is still recorded as the job of %s: %s", recorded.number, run.id, queue.note)
         return
     if queued is not None and not queued.is_over:
         return
@@ -130,7 +130,7 @@ def note_job(run: Run, ids: JobIds) -> None:
 
 
 def set_end_aside(run: Run) -> None:
-    """Removes what a run says of the end of its last job, which another one follows."""
+    """Removes the record of how the last job of a run ended, because another job follows."""
     with files.storage(f"start {run.id} again"):
         run.ended_file.unlink(missing_ok=True)
         run.set_failure_aside(len(run.info()["attempts"]))
@@ -138,7 +138,7 @@ def set_end_aside(run: Run) -> None:
 
 @contextmanager
 def keeping_end(run: Run) -> Iterator[None]:
-    """Puts back what a run says of its last job if the block is refused another one.
+    """Restores the records of a run's last job if the block cannot submit another one.
 
     >>> with keeping_end(run):  # doctest: +SKIP
     ...     set_end_aside(run)
@@ -170,19 +170,19 @@ def _put_back(path: Path, content: bytes | None) -> None:
 
 
 def _jobs_before(run: Run) -> list[str]:
-    """The numbers of the jobs that a run has had so far."""
+    """Returns the numbers of the jobs that a run has had so far."""
     earlier = read_json(run.submission_file) or {}
     last = JobIds.from_submission(earlier)
     return [*earlier.get("before", ()), *([last.number] if last else [])]
 
 
 def _request(run: Run, target: ClusterTarget) -> JobRequest:
-    """A job for one run alone, also where the target is that of an array."""
+    """Returns the request for a job of one run alone, also if the target has an array."""
     return target.without_array().request(name=run.name, directory=run.path, log=RELATIVE.job_log)
 
 
 def _write_script(run: Run, target: ClusterTarget) -> None:
-    """Writes the script that people may submit by hand: that of this run alone."""
+    """Writes the job script of one run alone, which people may submit by hand."""
     with files.storage(f"write {run.job_script}"):
         files.write_atomic(run.job_script, target.scheduler.script(_request(run, target)).encode())
 
@@ -190,12 +190,13 @@ def _write_script(run: Run, target: ClusterTarget) -> None:
 def _submit(
     runs: Sequence[Run], scheduler: str, ask: Callable[[], JobIds], *, is_array: bool = False
 ) -> JobIds:
-    """Asks the scheduler to take a job, and notes its ids.
+    """Submits a job by `ask`, and records its ids.
 
-    That it is asked is noted first: of a job whose answer is lost, its runs then say that it may be in the queue, also
-    if this process is killed.
+    The runs record first that a job may be in the queue: the scheduler's answer may be lost, or this process killed.
     """
-    before = [_jobs_before(run) for run in runs]  # the job may start, and note itself, before we do
+    before = [
+        _jobs_before(run) for run in runs
+    ]  # the job may start, and record itself, before this process does
     earlier = [_content(run.submission_file) for run in runs]
     ids: JobIds | None = None
     asked = False
@@ -218,7 +219,7 @@ def _submit(
 
 
 def _incomplete(runs: Sequence[Run], ids: JobIds | None, error: BaseException) -> IncompleteSubmission:
-    """The error for a job that is in the queue, or may be, although submitting it failed."""
+    """Returns the error for a job that is in the queue, or may be, although submitting it failed."""
     why = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}".rstrip(": ")
     kept = f"{runs[0].path} is kept" if len(runs) == 1 else f"{runs[0].path} and the other runs are kept"
     if ids is not None:
@@ -233,7 +234,7 @@ def _incomplete(runs: Sequence[Run], ids: JobIds | None, error: BaseException) -
 
 
 def _record(run: Run, ids: JobIds, *, before: Sequence[str] = ()) -> None:
-    """Notes in the run directory which job it is; `before` are the jobs that it continues."""
+    """Records the job of a run; `before` are the jobs that it continues."""
     facts = {
         "scheduler": ids.scheduler,
         "job_id": ids.job_id if ids.array_task_id is None else ids.array_job_id,
@@ -251,10 +252,10 @@ def _write_submission(run: Run, facts: Mapping[str, Any], *, before: Sequence[st
 
 @contextmanager
 def _linked(runs: Sequence[Run]) -> Iterator[Path]:
-    """A directory whose entries 0, 1, ... lead to the runs: a scheduler knows the jobs of an array by number only.
+    """Makes a directory whose entries 0, 1, ... link to the runs: a job of an array has only its number.
 
-    It is removed if the block fails, unless the array may be in the queue. It has its name once all links are in it:
-    one without a run would be dead to `remove_dead_links`, in another process.
+    It is removed if the block fails, unless the array may be in the queue. It gets its name once it has all links: else
+    `remove_dead_links` in another process could remove it.
     """
     token = secrets.token_hex(4)
     directory = runs[0].path.parent / f"{_LINKS}{token}"
@@ -269,15 +270,15 @@ def _linked(runs: Sequence[Run]) -> Iterator[Path]:
     except IncompleteSubmission:
         raise
     except BaseException:
-        for each in (staged, directory):
-            shutil.rmtree(each, ignore_errors=True)
+        for path in (staged, directory):
+            shutil.rmtree(path, ignore_errors=True)
         raise
 
 
 def remove_dead_links(root: Path) -> None:
-    """Removes what arrays have left in a directory of runs from which all their runs were removed."""
+    """Removes the link directories of arrays of which all runs were removed."""
     for directory in root.glob(f"{_LINKS}*"):
-        with suppress(OSError):  # another process removes it, too
+        with suppress(OSError):  # another process is removing it, too
             entries = list(directory.iterdir())
             is_ours = directory.lstat().st_uid == os.geteuid() and not directory.is_symlink()
             if is_ours and not any(entry.is_symlink() and entry.exists() for entry in entries):

@@ -1,6 +1,6 @@
-"""A job: what was started, here or on a cluster, and can be looked at, waited for and stopped.
+"""A started job, here or on a cluster: its state, its result, and how to wait for it, stop it and resume it.
 
-Everything about a job is in its run directory, so any process that sees the directory can open it:
+Everything about a job is in its run directory, so any process that can read the directory can open it:
 
     job = hw.launch(train, on=hw.Slurm(nodes=2))          # today, in a notebook
     job = hw.Job.open("runs/train-2026.11.15-14.30-x7k2")  # tomorrow, elsewhere
@@ -33,7 +33,7 @@ from headway.system import files
 from headway.system.locks import ProcessIdentity
 
 _WAIT_MIN_S, _WAIT_MAX_S, _WAIT_MAX_HERE_S = 0.05, 5.0, 0.5
-"""seconds between two looks at a job that is waited for; the last is for a job of this process"""
+"""seconds between two checks while waiting for a job; the last is the maximum for a job of this process"""
 _FOLLOW_S = 1.0
 _LAST_LINES = 20
 
@@ -79,7 +79,7 @@ class Job:
         return self.status().state
 
     def done(self) -> bool:
-        """Whether the job is over, whatever its end; does not wait."""
+        """Whether the job is over, with or without a failure; does not wait."""
         return self.status().over
 
     def wait(self, timeout: float | None = None) -> State:
@@ -150,41 +150,35 @@ class Job:
 
     def log(self) -> str:
         """The job's output so far, of all attempts."""
-        with suppress(FileNotFoundError), files.open_regular(self.run.job_log) as file:
-            return file.read().decode(errors="backslashreplace")
-        return ""
+        return self._read_log().decode(errors="backslashreplace")
 
     def follow(self, out: TextIO, *, begin: int = 0) -> int:
-        """Copies the job's output to `out` until the job is over; returns its exit code, or 1 if it recorded none.
+        """Copies the job's output to `out`, from byte `begin`, until the job is over.
 
-        It starts with byte `begin` of the output.
-
-        Ctrl-C ends the following, not the job.
+        Returns its exit code, or 1 if it recorded none. Ctrl-C ends the copying, not the job.
         """
         shown = begin
         while True:
             now = self.status()
-            shown += self._copy_log(shown, out)
+            new = self._read_log(shown)
+            shown += len(new)
+            out.write(new.decode(errors="backslashreplace"))
+            out.flush()
             if now.over:
                 out.write(f"headway: {self.id} is {now.state}{f': {now.why}' if now.why else ''}\n")
                 return exit_code(self.run, now)
             time.sleep(_FOLLOW_S)
 
     def _next(self, pause: float) -> float:
-        """Seconds to wait before the next look."""
+        """Returns the seconds to wait before the next check, after a wait of `pause` seconds."""
         return min(pause * 1.5, _WAIT_MAX_HERE_S if self.id in BACKGROUND else _WAIT_MAX_S)
 
-    def _copy_log(self, begin: int, out: TextIO) -> int:
-        """Writes what the log has from `begin` on; returns how many bytes."""
-        try:
-            with files.open_regular(self.run.job_log) as file:
-                file.seek(begin)
-                new = file.read()
-        except FileNotFoundError:  # it has not started yet
-            return 0
-        out.write(new.decode(errors="backslashreplace"))
-        out.flush()
-        return len(new)
+    def _read_log(self, begin: int = 0) -> bytes:
+        """Reads the log from byte `begin`; empty if the job has not started yet."""
+        with suppress(FileNotFoundError), files.open_regular(self.run.job_log) as file:
+            file.seek(begin)
+            return file.read()
+        return b""
 
     def _results(self, ranks: int | None) -> list[Any]:
         if not self.run.call_dir.is_dir():
@@ -192,24 +186,24 @@ class Job:
                 f"{self.id} runs a script, and scripts return nothing; read what it wrote in {self.run.path}"
             )
         call = Call.read(self.run)
-        left = [self.run.call_dir / f"rank-{rank:05d}.pickle" for rank in range(ranks or call.world_size)]
-        if self.wait() != "done" or not all(map(self._sees, left)):
+        results = [self.run.call_dir / f"rank-{rank:05d}.pickle" for rank in range(ranks or call.world_size)]
+        if self.wait() != "done" or not all(map(self._sees, results)):
             raise self._error()
-        self.run.check_private()  # what others could have put there is not opened
+        self.run.check_private()  # a pickle that others could have put there is not opened
         return [
             pickled.unpack(path, what=f"what {call.function} returned on rank {rank}")
-            for rank, path in enumerate(left)
+            for rank, path in enumerate(results)
         ]
 
     def _sees(self, path: Path) -> bool:
-        """Whether a file is there; one that was written on another host may be seen a little later."""
+        """Whether a file exists; one that was written on another host may become visible a little later."""
         with suppress(OSError):
             path.stat() if self.id in BACKGROUND else files.retry_until_visible(path.stat)
             return True
         return False
 
     def _error(self) -> BaseException:
-        """Why there is no result: the exception of the first failing rank, if it was recorded."""
+        """Returns why there is no result: the exception of the first failing rank, if it was recorded."""
         now = self.status()
         if now.state == "stopped":
             return Stopped(f"{self.id} was stopped, with a checkpoint; job.resume() resumes from it")
@@ -223,19 +217,17 @@ class Job:
             what = now.why if now.state != "done" else "a rank left before the function returned"
             return RankFailure(f"{self.id} left no result: {what}\n{tail}".rstrip() + self._resume_hint())
         if record["kind"] == "exception" and self._sees(error_files(self.run.call_dir, record["rank"])[1]):
-            self.run.check_private()  # what others could have put there is not opened
+            self.run.check_private()  # a pickle that others could have put there is not opened
             return read_error(self.run.call_dir, record["rank"])
         cause = format_cause(record, Call.read(self.run).world_size, self.run.failure_file)
         return RankFailure(cause.strip() + self._resume_hint())
 
     def _resume_hint(self) -> str:
-        """What to do with a job that has failed with checkpoints: launching the function again begins a new run."""
+        """Returns how to resume a failed job that has checkpoints: launching the function again begins a new run."""
         step = newest_step(self.run.path)
-        return (
-            ""
-            if step is None
-            else f"\nresume it from step {step:,} with job.resume() or: headway resume {self.id}"
-        )
+        if step is None:
+            return ""
+        return f"\nresume it from step {step:,} with job.resume() or: headway resume {self.id}"
 
 
 def as_completed(jobs: Iterable[Job], timeout: float | None = None) -> Iterator[Job]:
@@ -257,8 +249,8 @@ def _as_completed(waiting: dict[Path, Job], timeout: float | None) -> Iterator[J
     deadline = None if timeout is None else time.monotonic() + timeout
     count, pause = len(waiting), _WAIT_MIN_S
     while waiting:
-        looked = zip(waiting.values(), _statuses(list(waiting.values())), strict=True)
-        over = sorted((job for job, now in looked if now.over), key=_end_time)
+        statuses = zip(waiting.values(), _statuses(list(waiting.values())), strict=True)
+        over = sorted((job for job, now in statuses if now.over), key=_end_time)
         for job in over:
             del waiting[job.run.path]
         yield from over
@@ -273,7 +265,7 @@ def _as_completed(waiting: dict[Path, Job], timeout: float | None) -> Iterator[J
 
 
 def _statuses(jobs: Sequence[Job]) -> list[Status]:
-    """The states of jobs, with one question to their scheduler."""
+    """Returns the statuses of jobs; each scheduler is asked once."""
     for job in jobs:
         if process := BACKGROUND.get(job.id):
             process.poll()  # reaps a child that has ended
@@ -283,6 +275,6 @@ def _statuses(jobs: Sequence[Job]) -> list[Status]:
 
 
 def _end_time(job: Job) -> float:
-    """When the end of a job was recorded, in seconds since 1970; of one that recorded none, it is now."""
+    """Returns when the end of a job was recorded, in seconds since 1970; now, if it was not."""
     ended = read_json(job.run.ended_file)
     return datetime.fromisoformat(ended["time"]).timestamp() if ended else time.time()

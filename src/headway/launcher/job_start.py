@@ -1,4 +1,4 @@
-"""Starting a job whose run directory is ready: the first time, and again."""
+"""Starts a job whose run directory is ready: the first time, and again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from headway.errors import UsageError
 from headway.launcher.code import snapshot
 from headway.launcher.enqueue import check_target, keeping_end, set_end_aside, submit_runs
-from headway.launcher.program import JobFile, Program
+from headway.launcher.program import JobFile, Program, worker_command
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
 from headway.system import files
@@ -27,7 +27,7 @@ BACKGROUND: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def in_background(run: Run, cwd: Path) -> None:
-    """Starts the job in a process of its own. This process waits for it when it ends; Ctrl-C then stops the job."""
+    """Starts the job in a process of its own. At its exit, this process waits for the job, which Ctrl-C then stops."""
     run.check_private()
     with files.storage(f"start {run.id}"):
         log = files.open_private(run.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -52,9 +52,9 @@ def in_background(run: Run, cwd: Path) -> None:
 
 
 def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
-    """What each node of a cluster runs to call a function."""
+    """Returns the program that calls a function on the nodes of a cluster."""
     return Program(
-        command=[sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)],
+        command=worker_command(run),
         nproc=target.nproc_per_node,
         cwd=str(cwd),
         env=target.env,
@@ -62,7 +62,7 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
 
 
 def restart(run: Run, *, nodes: int | str | None = None) -> None:
-    """Starts a job that is over again, in its run directory, with the code it had; on `nodes` nodes, if given."""
+    """Starts a job that is over again, in its run directory and with its code; on `nodes` nodes, if given."""
     run.check_private()
     job = JobFile.read(run) if run.job_file.exists() else None
     target = job and job.target.without_array()

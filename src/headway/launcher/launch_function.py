@@ -105,7 +105,7 @@ class _Launch:
         _check(function, target, groups, len(calls))
         called = _name_of(function)
         what = f"{called} with its arguments"
-        boxes = [pickled.pack((function, *each, upon_finish), what=what) for each in calls]
+        packed = [pickled.pack((function, *each, upon_finish), what=what) for each in calls]
         call = Call(
             function=called,
             target=target.to_dict(),
@@ -116,12 +116,12 @@ class _Launch:
         runs: list[Run] = []
         source = describe(Path.cwd())
         try:
-            for _ in boxes:
+            for _ in packed:
                 command = ["headway.launch", called]
                 runs.append(Run.create(root, name=name or _run_name(called), command=command, source=source))
             if elements is not None:
                 sweep.join(runs, list(map(_settings, elements)))
-            _start(runs, boxes, call, target, _code(runs, function, target))
+            _start(runs, packed, call, target, _code(runs, function, target))
         except IncompleteSubmission:  # the job may be in the queue, and needs them
             raise
         except BaseException:
@@ -140,7 +140,7 @@ class _Launch:
         name: str | None = None,
         **kwargs: Any,
     ) -> list[Job]:
-        """A job for each tuple of arguments, one of each iterable, as the built-in `map` calls a function.
+        """Starts a job for each tuple of arguments, one of each iterable, as the built-in `map` calls a function.
 
         >>> jobs = hw.launch.map(train, [1e-3, 3e-4], [1, 2], on=hw.Slurm())   # train(1e-3, 1), train(3e-4, 2)
         """
@@ -171,7 +171,7 @@ def _elements(array: Iterable[Any]) -> list[Any]:
 def _add(
     element: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of one job of an array.
+    """Returns the arguments of one job of an array.
 
     >>> _add({"lr": 1}, ("x",), {"epochs": 3}), _add((1, 2), ("x",), {})
     ((('x',), {'epochs': 3, 'lr': 1}), (('x', 1, 2), {}))
@@ -197,16 +197,16 @@ def _settings(element: Any) -> sweep.Settings:
 
 def _start(
     runs: Sequence[Run],
-    boxes: Sequence[bytes],
+    packed: Sequence[bytes],
     call: Call,
     target: Local | ClusterTarget | Mpi,
     cwd: Path,
 ) -> None:
-    """Puts each call into its run and starts the jobs."""
-    for run, box in zip(runs, boxes, strict=True):
+    """Writes each call to its run and starts the jobs."""
+    for run, data in zip(runs, packed, strict=True):
         with files.storage(f"write {run.call_dir}"):
             files.make_dir(run.call_dir)
-            files.write_new(run.call_dir / "call.pickle", box)
+            files.write_new(run.call_dir / "call.pickle", data)
         replace(call, sys_path=_sys_path(runs[0])).write(run)
     if isinstance(target, ClusterTarget):
         submit_runs(runs, [worker_program(run, target, cwd) for run in runs], target)
@@ -216,7 +216,7 @@ def _start(
 
 
 def _discard(runs: Sequence[Run]) -> None:
-    """What could not be started leaves nothing behind, and of an array what was started before it does not stay."""
+    """Ends the jobs of an array that were started before one could not be, and removes all runs."""
     started = [process for run in runs if (process := BACKGROUND.pop(run.id, None))]
     for process in started:
         process.terminate()
@@ -227,18 +227,18 @@ def _discard(runs: Sequence[Run]) -> None:
 
 
 def _check(function: object, target: object, groups: Groups, count: int) -> None:
-    """Refuses what cannot work before anything is made."""
+    """Refuses a call that cannot work, before anything is created."""
     if not callable(function):
         raise UsageError(f"launch needs a function, not {function!r:.80}; give its arguments after it")
     if not isinstance(target, Local | ClusterTarget | Mpi):
         raise UsageError(f"on={target!r:.80} is not a target; expected hw.Local, hw.Slurm or hw.Mpi")
     if environment.RUN in os.environ and "RANK" in os.environ:
         raise UsageError("launch was called inside a rank of a job; call it once, outside of the ranks")
-    if isinstance(target, ClusterTarget) and target.array:
-        raise UsageError(
-            "launch takes the array itself, not its target: hw.launch(function, array=[{'lr': 1e-3}, {'lr': 3e-4}])"
-        )
     if isinstance(target, ClusterTarget):
+        if target.array:
+            raise UsageError(
+                "launch takes the array itself, not its target: hw.launch(function, array=[{'lr': 1e-3}, {'lr': 3e-4}])"
+            )
         if len({*target.node_range}) > 1:
             raise UsageError(
                 f"nodes={target.nodes!r}: a function has a result of each rank, so their number is fixed: give one "
@@ -261,7 +261,7 @@ def _check(function: object, target: object, groups: Groups, count: int) -> None
 
 
 def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget | Mpi) -> Path:
-    """Where the ranks start: in a copy of the code if they start later, here if they start now."""
+    """Returns where the ranks start: in a copy of the code if they start later, here if they start now."""
     source = None
     with suppress(TypeError, OSError):  # not written in Python, or typed at a prompt
         source = inspect.getsourcefile(inspect.unwrap(function))  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget |
 
 
 def _sys_path(run: Run) -> list[str]:
-    """Where this process imports from, with the copy of the code in the place of the code."""
+    """Returns this process's import path, with the copy of the code in place of the original."""
     here = [str(Path(entry or ".").absolute()) for entry in sys.path]
     origin = Path(run.info()["code"]["snapshot"]["from"])
     if not run.snapshot_dir.is_dir():

@@ -1,4 +1,4 @@
-"""Scripts on this machine, beyond a plain run: a sweep (one run after the other), and a smoke run that is removed."""
+"""Scripts on this machine beyond a plain run: sweeps (one run after the other), resumed runs, and smoke runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.launcher.enqueue import set_end_aside
 from headway.launcher.program import Program
 from headway.launcher.submit_script import Script, check_script, make_program, prepare_runs
 from headway.run import Run
-from headway.run.job_record import read_starts, record_end, record_failed_start, record_start
+from headway.run.job_record import read_starts, run_recorded
 from headway.system import environment
 from headway.system.log import logger
 from headway.system.redact import REDACTED
@@ -25,7 +25,7 @@ from headway.system.redact import REDACTED
 def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     """Runs a script once for each setting, each in its own run directory and all from one copy of the code.
 
-    Returns the exit code of the first run that failed; Ctrl-C, or another signal, ends them all.
+    Returns the exit code of the first run that failed; Ctrl-C, or another signal, ends the sweep.
 
     >>> run_sweep(Script(name="train.py"), ["lr=1e-3,3e-4"], nproc=2)  # doctest: +SKIP
     0
@@ -40,11 +40,11 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     for number, (run, values) in enumerate(zip(runs, settings, strict=True), start=1):
         what = f"{number} of {len(runs)}: {sweep.label(values)} in {run.path}"
         if read_starts(run) or run.info()["attempts"]:
-            logger.info(f"{what} was started by another command meanwhile, and is left to that")
+            logger.info(f"{what} was skipped: another command has started it meanwhile")
             continue
         logger.info(what)
         agent = _agent_in(run, replace(make_program(run, script, values), nproc=nproc))
-        code = _run_recorded(run, agent)
+        code = run_recorded(run, agent.run)
         failed = failed or code
         if agent.was_signaled or code in (INTERRUPTED, TERMINATED):
             if number < len(runs):
@@ -55,27 +55,15 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
 
 
 def _agent_in(run: Run, program: Program) -> Agent:
-    """The agent of ranks that train in this run directory."""
+    """Returns the agent of ranks that train in this run directory."""
     environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
     return Agent(program.command, nproc=program.nproc, environ=environ, cwd=program.cwd)
 
 
-def _run_recorded(run: Run, agent: Agent) -> int:
-    """Runs one of a sweep, and records when it was started and how it ended; returns its exit code."""
-    record_start(run)
-    try:
-        code = agent.run()
-    except BaseException as error:
-        record_failed_start(run, error)
-        raise
-    record_end(run, code)
-    return code
-
-
 def local_program(run: Run, *, nproc: int | None = None) -> Program:
-    """The script that ran on this machine, where and on how many ranks, from its record; one of a sweep, from its copy.
+    """Returns the script that ran on this machine, from its record; for a run of a sweep, from its copy of the code.
 
-    `nproc` is another number of ranks, or the one that the record does not have.
+    `nproc` overrides the recorded number of ranks, which older records do not have.
 
     >>> local_program(Run.open("runs/digits-2026.11.15-14.30-x7k2")).command  # doctest: +SKIP
     ['python', 'train.py', '--lr', '3e-4']
@@ -105,24 +93,24 @@ def local_program(run: Run, *, nproc: int | None = None) -> Program:
         )
     if not Path(info["cwd"]).is_dir():
         raise UsageError(
-            f"{run.id} was started in {info['cwd']}, which is not there any more"
-            f": start its command by hand, with HEADWAY_RUN={run.path}"
+            f"{run.id} was started in {info['cwd']}, which no longer exists"
+            f": start its command by hand, with {environment.RUN}={run.path}"
         )
     return Program(command=command, nproc=nproc, cwd=info["cwd"])
 
 
 def resume_here(run: Run, program: Program) -> int:
-    """Runs a script again in its run directory, on this machine, where it was started; returns its exit code."""
+    """Runs the script of a run again, on this machine and in its run directory; returns its exit code."""
     check_nproc(program.nproc)
     agent = _agent_in(run, program)
     if sweep.member(run) is None:
         return agent.run()
     set_end_aside(run)
-    return _run_recorded(run, agent)
+    return run_recorded(run, agent.run)
 
 
 def run_smoke(command: Sequence[str], *, nproc: int) -> int:
-    """Runs the script twice, a few steps each time, the second time from the first one's checkpoint.
+    """Runs the script twice, a few steps each time; the second time it resumes from the first checkpoint.
 
     The run directory is temporary, and kept if anything fails.
     """

@@ -1,4 +1,4 @@
-"""What a job runs: a command, where, with which variables, and how many times on each node.
+"""The program of a job: a command, its directory and variables, and how many ranks each node runs.
 
 It is written to job.json in the run directory when the job is submitted, and read there by the node agents. Nothing in
 it passes through a shell.
@@ -39,10 +39,10 @@ class Program:
     cwd: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     python_path: Sequence[str] = ()
-    """put before PYTHONPATH: what the code of the run imports"""
+    """directories to put before PYTHONPATH, from which the code of the run imports"""
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The command's variables, on top of those of this process."""
+        """Returns `environ` with the command's own variables added."""
         path = [*self.python_path, *filter(None, [environ.get("PYTHONPATH")])]
         return {**environ, **({"PYTHONPATH": os.pathsep.join(path)} if path else {}), **self.env}
 
@@ -50,7 +50,7 @@ class Program:
 @final
 @dataclass(frozen=True, kw_only=True)
 class JobFile:
-    """job.json: all that a submitted run needs to start, and to be submitted again."""
+    """job.json: everything that a submitted run needs to start, and to be submitted again."""
 
     program: Program
     target: ClusterTarget
@@ -84,7 +84,7 @@ class JobFile:
             raise UsageError(f"{run.job_file} cannot be read: {error}; submit the run again") from error
 
     def ids(self, environ: Mapping[str, str]) -> JobIds:
-        """The start of the job in whose environment this is."""
+        """Returns the ids of the job that `environ` belongs to."""
         ids = self.target.scheduler.detect(environ)
         if ids is None:
             raise UsageError(
@@ -93,11 +93,11 @@ class JobFile:
         return ids
 
     def launch_directory(self, run: Run, environ: Mapping[str, str]) -> Path:
-        """Where the agents of this start meet: the same for its script and its agents, and for no other start."""
+        """Returns where the agents of this start of the job exchange records; every start has its own."""
         return run.launch_dir / self.ids(environ).start
 
     def staged_environment(self) -> dict[str, str]:
-        """The variable that says where the data copied to this node is; none if no data was copied."""
+        """Returns the variable for the directory of data copied to this node; empty if no data was copied."""
         if not self.target.pre:
             return {}
         directory = os.path.expandvars(self.target.pre_to)
@@ -110,7 +110,7 @@ class JobFile:
 
 
 def python_command(script: str, args: Sequence[str], *, module: bool = False) -> list[str]:
-    """The command line of a script, or of a module as for `python -m`; `UsageError` if there is no such file.
+    """Returns the command line of a script, or of a module as for `python -m`; `UsageError` if there is no such file.
 
     >>> python_command("mypackage.train", ["--lr", "1"], module=True)[1:]
     ['-m', 'mypackage.train', '--lr', '1']
@@ -122,3 +122,8 @@ def python_command(script: str, args: Sequence[str], *, module: bool = False) ->
             f"there is no file {script!r} in {Path.cwd()}; for a module write: -m NAME, as for python -m"
         )
     return [sys.executable, script, *args]
+
+
+def worker_command(run: Run) -> list[str]:
+    """Returns the command line of a rank that calls the function of a run."""
+    return [sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)]

@@ -1,4 +1,4 @@
-"""From a script to a job in the queue: run directories, the code as it is now, and the scheduler."""
+"""Submits a script: makes run directories, copies the code as it is now, and puts a job into the queue."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SubmittedJob:
     ids: JobIds
     runs: Sequence[Run]
     notes: Sequence[str]
-    """what people should know about the copy of the code"""
+    """notes about the copy of the code, for people"""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -67,7 +67,7 @@ class SubmittedJob:
 
 
 def dry_run(script: Script, target: ClusterTarget, *, root: Path, name: str | None = None) -> str:
-    """The job script that `submit` would submit; nothing is made."""
+    """Returns the job script that `submit` would submit; creates nothing."""
     name = check_script(script, root=root, name=name)
     sweep.grid(target.array)
     path = root.absolute() / ("ARRAY" if target.array else f"{name}-DATE-TIME-XXXX")
@@ -78,12 +78,12 @@ def dry_run(script: Script, target: ClusterTarget, *, root: Path, name: str | No
 def submit(
     script: Script, target: ClusterTarget, *, root: Path, name: str | None = None, dirty: Dirty = "snapshot"
 ) -> SubmittedJob:
-    """Submits a script. If headway or the scheduler refuses it, nothing is left behind.
+    """Submits a script. If headway or the scheduler refuses it, no run directory is left.
 
     >>> submit(Script(name="train.py"), Slurm(nodes=2), root=Path("runs"))  # doctest: +SKIP
     """
     name = check_script(script, root=root, name=name)
-    settings = sweep.grid(target.array) if target.array else [{}]
+    settings = sweep.grid(target.array)
     check_target(target, jobs=len(settings))
     with prepare_runs(script, settings, root=root, name=name, dirty=dirty) as (runs, notes):
         programs = [
@@ -103,11 +103,10 @@ def prepare_runs(
     dirty: Dirty = "snapshot",
     world: object = None,
 ) -> Iterator[tuple[list[Run], list[str]]]:
-    """A run for each setting, with the code as it is now, and notes about it; `check_script` comes first.
+    """Makes a run for each setting, with a copy of the code, and yields them with notes. Call `check_script` first.
 
-    `world` is what is known of the ranks.
-
-    If the block fails, all are removed, unless a job that may be in the queue needs them (`IncompleteSubmission`).
+    `world` describes the ranks, if that is known. If the block fails, the runs are removed, unless a job that may be in
+    the queue needs them (`IncompleteSubmission`).
 
     >>> with prepare_runs(script, [{"lr": "1"}], root=Path("runs"), name="fit") as (runs, notes):  # doctest: +SKIP
     ...     start(runs)
@@ -130,13 +129,13 @@ def prepare_runs(
         for run in runs:
             shutil.rmtree(run.path, ignore_errors=True)
         if is_new:
-            with suppress(OSError):  # others have made runs there in the meantime
+            with suppress(OSError):  # other processes have made runs there meanwhile
                 root.rmdir()
         raise
 
 
 def check_script(script: Script, *, root: Path, name: str | None = None) -> str:
-    """Refuses what could not run, before anything is made; returns the name of its runs.
+    """Refuses a script that could not run, before anything is created; returns the name of its runs.
 
     >>> check_script(Script(name="train.py"), root=Path("runs"))  # doctest: +SKIP
     'train'
@@ -147,7 +146,7 @@ def check_script(script: Script, *, root: Path, name: str | None = None) -> str:
 
 
 def _check_root(root: Path) -> None:
-    """Refuses a root in which no runs can be made, or which others could change."""
+    """Refuses a root in which no runs can be made, or that other users could change."""
     nearest = next(path for path in (root.absolute(), *root.absolute().parents) if os.path.lexists(path))
     if not nearest.is_dir():
         raise UsageError(f"{str(nearest)!r} is not a directory: give --root a directory for runs")
@@ -155,19 +154,19 @@ def _check_root(root: Path) -> None:
 
 
 def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
-    """Copies the code into the first run, for all of them, and says what is worth knowing about it."""
+    """Copies the code into the first run, for all of them, and returns notes about the copy."""
     snapshot.take(runs[0], Path.cwd() if script.module else script.name, dirty=dirty)
     for run in runs[1:]:
         snapshot.adopt(run, runs[0])
     found = snapshot.load(runs[0])
-    ours = f"{runs[0].path.parent.name}/"  # the runs themselves need no note
+    ours = f"{runs[0].path.parent.name}/"  # the directory of runs itself needs no note
     notes = [f"not in git, but copied: {shorten_list(found.added, _NAMED)}"] if found.added else []
     left_out = [name for name in found.left_out if not name.startswith(ours)]
     return notes + ([f"left out of the copy: {shorten_list(left_out, _NAMED)}"] if left_out else [])
 
 
 def make_program(run: Run, script: Script, values: sweep.Settings) -> Program:
-    """The script with these settings, from the run's copy of the code."""
+    """Returns the program that runs the script with these settings, from the run's copy of the code."""
     code = snapshot.load(run)
     start = ["-m", script.name] if script.module else [str(code.script)]
     return Program(

@@ -4,7 +4,7 @@
     arguments(["--epochs", "3"], settings[0])                # ['--epochs', '3', '--lr=1e-3', '--seed=1']
     arguments(["model.lr={lr}"], {"lr": "1e-3"})             # ['model.lr=1e-3']: for scripts with another syntax
 
-Values stay the text they were given as: 1e-3 reaches the script as 1e-3.
+Values are kept as text: 1e-3 reaches the script as 1e-3.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SweepMember:
 
 
 def grid(specs: Sequence[str]) -> list[Settings]:
-    """Every combination of the values, the last name varying fastest.
+    """Returns every combination of the values; the last name varies fastest.
 
     Each spec is `NAME=V1,V2` (quote a value that holds a comma: `sizes="64,128",256`) or a file: YAML or JSON, with a
     list of values for each name (a grid) or a list of settings (taken one by one); CSV, with names in its first line.
@@ -76,7 +76,7 @@ def grid(specs: Sequence[str]) -> list[Settings]:
 
 
 def arguments(args: Sequence[str], settings: Mapping[str, str]) -> list[str]:
-    """The script's arguments with the settings in them: in the place of `{NAME}`, else at the end as `--NAME=VALUE`."""
+    """Returns the script's arguments with the settings: in place of `{NAME}`, or at the end as `--NAME=VALUE`."""
     used: set[str] = set()
 
     def fill(match: re.Match[str]) -> str:
@@ -90,7 +90,7 @@ def arguments(args: Sequence[str], settings: Mapping[str, str]) -> list[str]:
 
 
 def label(settings: Mapping[str, str]) -> str:
-    """A setting as people read it.
+    """Formats settings for people.
 
     >>> label({"lr": "1e-3", "seed": "1"})
     'lr=1e-3 seed=1'
@@ -109,7 +109,7 @@ def join(runs: Sequence[Run], settings: Sequence[Settings]) -> str:
 
 
 def member(run: Run) -> SweepMember | None:
-    """The run's place in a sweep, if it has one that can be read."""
+    """Returns the run's place in a sweep; None if it has none, or none that can be read."""
     try:
         return SweepMember(**parse_json(files.read_regular(run.sweep_file)))
     except (OSError, ValueError, TypeError):
@@ -173,7 +173,7 @@ def _name(path: Path, name: object) -> str:
 
 
 def _value(name: object, value: object) -> str:
-    """A value as text."""
+    """Returns a value as text."""
     if isinstance(value, list | dict) or value is None or "\0" in str(value):
         raise UsageError(f"the sweep gives {name!r} the value {value!r:.80}: give text or a number")
     text = str(value).strip()

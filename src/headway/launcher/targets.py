@@ -1,11 +1,11 @@
-"""Where to run: frozen descriptions, checked when they are made, the same in Python, in YAML and on the command line.
+"""Targets, which describe where to run: frozen, checked at creation, the same in Python, YAML and on the command line.
 
     on = Slurm(nodes=2, gpus_per_node=8, time="2:00:00", partition="gpu")
     Slurm.from_dict(on.to_dict()) == on
     read_target(Path("cluster.yaml"))            # kind: slurm, nodes: 2, ...
 
-Nothing here asks a machine or a scheduler: a description can be made anywhere, also where it cannot run. A target for
-another scheduler is a subclass of `ClusterTarget` whose `kind` is "module:Class".
+Nothing here contacts a machine or a scheduler: a target can be created anywhere, also where it cannot run. A target
+for another scheduler is a subclass of `ClusterTarget` whose `kind` is "module:Class".
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ _LONGEST_LEAD_S = 65535  # what SLURM can store
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a target with its help text for the command line."""
+    """Returns a field of a target with its help text for the command line."""
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
 class Target(ABC):
-    """What all targets share: a kind, a number of ranks, and the way to plain values and back."""
+    """The base of all targets: a kind, a number of ranks, and conversion to plain values and back."""
 
     kind: ClassVar[str]
     env: Mapping[str, str] = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON and YAML; only what differs from the defaults."""
+        """Returns plain values for JSON and YAML, without those that equal the defaults."""
         changed = {
             each.name: _plain(getattr(self, each.name))
             for each in target_fields(type(self))
@@ -74,7 +74,7 @@ class Target(ABC):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The target with these values; `UsageError` names an unknown key and the nearest known one."""
+        """Makes a target from these values; `UsageError` names an unknown key and the nearest valid one."""
         names = [each.name for each in target_fields(cls)]
         given = {str(key).replace("-", "_"): value for key, value in values.items() if key != "kind"}
         if values.get("kind", cls.kind) != cls.kind:
@@ -99,9 +99,9 @@ class Target(ABC):
 
 
 class ClusterTarget(Target):
-    """A target whose nodes come from a scheduler: what the launcher needs to know about it.
+    """A target whose nodes are allocated by a scheduler.
 
-    A subclass is a frozen dataclass; it declares as fields what its users may set, and keeps the rest as it is here.
+    A subclass is a frozen dataclass; it declares as fields what its users may set, and inherits the other defaults.
     """
 
     nodes: int | str = 1
@@ -144,11 +144,11 @@ class ClusterTarget(Target):
         return self.node_range[1] * self.nproc_per_node
 
     def without_array(self) -> Self:
-        """The same settings without the array: for one of its jobs that starts again."""
+        """Returns the same settings without the array, to start one of its jobs again."""
         return replace(self, array=(), array_limit=None) if self.array else self  # type: ignore[type-var]
 
     def request(self, *, name: str, directory: Path, log: Path, python: str = sys.executable) -> JobRequest:
-        """The job that runs what job.json in `directory` says."""
+        """Returns the request for the job that job.json in `directory` describes."""
         module = (python, "-P", "-m")
         return JobRequest(
             name=name,
@@ -313,7 +313,7 @@ class Slurm(ClusterTarget):
         return int(match[1]) if match else 0
 
     def options(self) -> Mapping[str, Any]:
-        """The options of sbatch beside those that follow from the request itself."""
+        """Returns the options of sbatch that do not follow from the request itself."""
         return {
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_task,
@@ -364,7 +364,7 @@ KINDS: Mapping[str, type[Target]] = {"local": Local, "slurm": Slurm, "mpi": Mpi}
 
 
 def from_dict(values: Mapping[str, Any]) -> Target:
-    """The target of these plain values; `kind` says of which class: one of `KINDS`, or "module:Class".
+    """Makes a target from plain values; `kind` names its class: one of `KINDS`, or "module:Class".
 
     >>> from_dict({"kind": "local", "nproc": 4})
     Local(nproc=4, device='auto', env={})
@@ -385,7 +385,7 @@ def from_dict(values: Mapping[str, Any]) -> Target:
 
 
 class _SettingsLoader(yaml.SafeLoader):
-    """Reads 12:00:00 as the text that it is: YAML 1.1 makes 43200 of it, and to SLURM that is a month of minutes."""
+    """Reads 12:00:00 as text: YAML 1.1 reads the number 43200, which SLURM takes for minutes, a whole month."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
         if kind is yaml.ScalarNode and implicit[0] and _BASE_60.fullmatch(value):
@@ -394,7 +394,7 @@ class _SettingsLoader(yaml.SafeLoader):
 
 
 def parse_settings(text: str) -> Any:
-    """The plain values of a YAML text, with times as they are written.
+    """Returns the plain values of a YAML text, with times as they are written.
 
     >>> parse_settings("time: 12:00:00")
     {'time': '12:00:00'}
@@ -403,7 +403,7 @@ def parse_settings(text: str) -> Any:
 
 
 def read_target(path: Path) -> Target:
-    """The target that a YAML file describes: `kind: slurm`, then its settings."""
+    """Reads a target from a YAML file: `kind: slurm`, then its settings."""
     try:
         values = parse_settings(path.read_text())
     except OSError as error:
@@ -421,7 +421,7 @@ def read_target(path: Path) -> Target:
 
 
 def target_fields(kind: type[Target]) -> list[Field[Any]]:
-    """The settings of a target, in the order in which people read them."""
+    """Returns the settings of a target, in the order in which people read them."""
     return list(fields(kind))  # type: ignore[arg-type]  # every target is a dataclass
 
 
@@ -441,7 +441,7 @@ def _at_least(least: int, value: object, name: str) -> None:
 
 
 def _nodes(value: object) -> int | str:
-    """A number of nodes, or SLURM's form of a range.
+    """Returns a number of nodes, or a range in SLURM's form.
 
     >>> _nodes(2), _nodes("2"), _nodes("1-4"), _nodes("3-3")
     (2, 2, '1-4', 3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -98,13 +98,23 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
         files.write_atomic(run.ended_file, json.dumps(facts).encode())
 
 
-def record_failed_start(run: Run, error: BaseException) -> None:
-    """Records the end of a job whose supervisor raised an error or was ended by a signal."""
-    if isinstance(error, SystemExit):
-        record_end(run, error.code if isinstance(error.code, int) else 1)
-    else:
+def run_recorded(run: Run, work: Callable[[], int]) -> int:
+    """Calls `work`, which runs the job on this machine and returns its exit code, and records its start and end.
+
+    The end is also recorded if `work` raises an error, or a signal ends it.
+    """
+    record_start(run)
+    try:
+        code = work()
+    except SystemExit as stop:
+        record_end(run, stop.code if isinstance(stop.code, int) else 1)
+        raise
+    except BaseException as error:
         code = error.exit_code if isinstance(error, HeadwayError) else 1
         record_end(run, code, error=f"{type(error).__name__}: {error}")
+        raise
+    record_end(run, code)
+    return code
 
 
 def read_last_end(run: Run, attempts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

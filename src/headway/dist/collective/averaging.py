@@ -16,6 +16,7 @@ import torch.distributed as td
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from headway.dist.collective.exchange import rank_and_size
 from headway.errors import UsageError
 
 BUCKET_BYTES = 64 * 2**20  # how much memory flattening takes at a time
@@ -37,7 +38,7 @@ def average_gradients(model: nn.Module | Iterable[Tensor], *, weight: float = 1.
             f"weight={weight!r} is not a valid weight: give a number >= 0, such as this rank's number of samples"
         )
     parameters = [parameter for parameter in _parameters(model) if parameter.requires_grad]
-    if _alone() or not parameters:
+    if rank_and_size()[1] == 1 or not parameters:
         return
     _check_equal(parameters)
     present, total = _census(parameters, weight)
@@ -62,10 +63,11 @@ def average_parameters(model: nn.Module | Iterable[Tensor]) -> None:
         dist.average_parameters(model)
     """
     parameters = [p for p in _parameters(model) if p.is_floating_point() or p.is_complex()]
-    if _alone() or not parameters:
+    _, size = rank_and_size()
+    if size == 1 or not parameters:
         return
     _check_equal(parameters)
-    _average(parameters, td.get_world_size())
+    _average(parameters, size)
 
 
 def optimizer_to(optimizer: Optimizer, device: torch.device | str) -> None:
@@ -97,10 +99,6 @@ def _move(value: Any, device: torch.device | str) -> Any:
     return value
 
 
-def _alone() -> bool:
-    return not (td.is_available() and td.is_initialized()) or td.get_world_size() == 1
-
-
 def _parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     from torch.distributed.tensor import DTensor
 
@@ -121,9 +119,8 @@ def _parameters(model: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 def _check_equal(parameters: Sequence[Tensor]) -> None:
     """Raises on all ranks if their parameters differ: collectives of unequal sizes hang, or mix up the values."""
     described = [(tuple(p.shape), str(p.dtype), p.device.type) for p in parameters]
-    digest = hashlib.blake2b(
-        repr(described).encode(), digest_size=7
-    ).digest()  # 56 bits, so that -mark fits too
+    # 56 bits, so that -mark fits into an int64, too
+    digest = hashlib.blake2b(repr(described).encode(), digest_size=7).digest()
     mark = int.from_bytes(digest, "little")
     extremes = torch.tensor([mark, -mark], device=parameters[0].device)
     td.all_reduce(extremes, op=td.ReduceOp.MAX)

@@ -1,10 +1,10 @@
 """The exchange between ranks: JSON values through the store, and rows of numbers in one collective.
 
 A `RankExchange` moves small values without any collective, so ranks may use it while they train. All ranks succeed, or
-all raise what one of them raised. A rank that exits takes all others with it (`dist.control`); one that is stopped or
-stuck does not, so every wait has a deadline, and `BarrierTimeout` names the ranks that are missing.
+all raise what one of them raised. A rank that exits ends all others (`dist.control`); one that is stopped or stuck does
+not, so every wait has a deadline, and `BarrierTimeout` names the ranks that are missing.
 
-`gather_rows` is for numbers that are on a device already: one all-gather, and one wait for it.
+`gather_rows` is for numbers that are already on a device: one all-gather, and one wait for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Message = dict[str, Any]
 TIMEOUT_S = 1800.0
 """how long ranks wait for one that does not respond"""
 _ANSWER_GRACE_S = 5.0
-"""how much longer they wait for rank 0, whose answer names the rank that is missing"""
+"""how much longer they wait for rank 0, whose reply names the rank that is missing"""
 FOREVER = timedelta(days=365)
 
 
@@ -46,9 +46,9 @@ def rank_and_size() -> tuple[int, int]:
 class RankExchange:
     """A series of rounds in which all ranks exchange JSON values; every rank makes its exchanges in the same order.
 
-    `doing` completes the sentence "the ranks tried to ..." in errors. An exchange that is used by another thread needs
-    a `store` of its own, because a connection to the store serves one wait at a time. `channel` separates sequences of
-    exchanges that not all ranks take part in.
+    `doing` completes the sentence "the ranks tried to ..." in errors. An exchange in another thread needs a `store` of
+    its own, because a connection to the store serves one wait at a time. `channel` separates sequences of exchanges in
+    which not all ranks take part.
 
     >>> hosts = RankExchange("list their hosts").all_gather(socket.gethostname)
     """
@@ -116,20 +116,20 @@ class RankExchange:
         return self.round(lambda: None, lambda results: [work()] * len(results), undo)
 
     def arrive(self) -> None:
-        """Says that this rank is here; rank 0 waits until all others have said so, and they wait for nobody."""
+        """Announces that this rank has arrived. Rank 0 waits until all others have; they do not wait."""
         if self.rank:
             self._store.set(f"from/{self.rank}", json.dumps({}))
         else:
             self._collect({other: f"from/{other}" for other in range(1, self.size)}, self.timeout_s)
 
     def publish(self, value: object = None, *, error: BaseException | None = None, readers: int) -> None:
-        """Leaves a value, or an exception to raise, for `readers` other ranks to `read`. Does not wait for them."""
+        """Publishes a value, or an exception to raise, for `readers` other ranks to `read`. Does not wait for them."""
         if readers:
             message = {"value": value} if error is None else {"error": pack(error, self.rank)}
             self._store.set("published", json.dumps(message))
 
     def read(self, *, readers: int) -> Any:
-        """Waits, however long it takes, for what another rank publishes; returns the value or raises the exception."""
+        """Waits without a limit for what another rank publishes; returns the value or raises the exception."""
         self._store.wait(["published"], FOREVER)
         message = json.loads(self._store.get("published"))
         if self._store.add("reads", 1) == readers:  # the last reader removes the keys
@@ -169,7 +169,7 @@ class RankExchange:
                 self._store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                if not missing:  # the store failed, and not the clock
+                if not missing:  # the store failed; time was not up
                     raise
                 raise BarrierTimeout(self._timeout_message(missing, timeout_s)) from error
 
@@ -195,7 +195,7 @@ def gather_rows(vector: Tensor) -> Tensor:
 def _attempt(work: Callable[[], object], rank: int) -> tuple[Message, BaseException | None]:
     try:
         return {"value": work()}, None
-    except Exception as error:  # noqa: BLE001  it is raised here and on all other ranks, once they know
+    except Exception as error:  # noqa: BLE001  it is raised on all ranks once they have received it
         return {"error": pack(error, rank)}, error
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @contextmanager
 def _first(channel: str, *, works: bool, waiting: int) -> Iterator[None]:
-    """Runs the body on the rank that `works` first, and then on the `waiting` others."""
+    """Runs the body first on the rank with `works`, and then on the `waiting` others."""
     exchange = RankExchange("wait for the first rank", channel=channel)
     if not works:
         with HEARTBEAT.no_hang_check():
@@ -56,7 +56,7 @@ def root_first() -> Iterator[None]:
 
 @contextmanager
 def local_root_first() -> Iterator[None]:
-    """Runs the body on the first rank of each node first, and on the node's others when that one is done.
+    """Runs the body on the first rank of each node first, and on the other ranks of the node when it is done.
 
     >>> with headway.local_root_first():
     ...     unpack("/shared/imagenet.tar", "/local/scratch")
@@ -90,10 +90,10 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
         group = current()
+        root = group.launch.rank == 0
         if not wait:
             with HEARTBEAT.no_hang_check():
-                return function(*args, **kwargs) if group.launch.rank == 0 else None
-        root = group.launch.rank == 0
+                return function(*args, **kwargs) if root else None
         with _first("root_only", works=root, waiting=group.launch.world_size - 1):
             return function(*args, **kwargs) if root else None
 
@@ -101,7 +101,7 @@ def _root_only(function: Callable[P, T], *, wait: bool) -> Callable[P, T | None]
 
 
 def from_root(work: Callable[[], T]) -> T:
-    """Runs `work` on rank 0 and returns its result, which must be JSON, on all ranks, or raises its exception there."""
+    """Runs `work` on rank 0; returns its result, a JSON value, on all ranks, or raises its exception on all of them."""
     group = current()
     waiting = group.launch.world_size - 1
     exchange = RankExchange("wait for rank 0", channel="from_root")
@@ -138,7 +138,7 @@ def barrier(*, timeout: float | None = None) -> None:
         store.wait([f"{key}/open"], FOREVER if timeout is None else timedelta(seconds=timeout))
     except RuntimeError as error:
         absent = [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
-        if not absent:  # the store failed, and not the clock
+        if not absent:  # the store failed; time was not up
             raise
         raise BarrierTimeout(
             f"a barrier was not reached within {timeout:g} s by rank {shorten_list(absent)}"

@@ -1,9 +1,9 @@
 """The control plane: how ranks learn within milliseconds that one of them failed, hangs, or was asked to stop.
 
 A `Hub` in rank 0's process has one signed `Channel` to the `Peer` in each rank. Over it ranks report failures, agree
-on the step at which all of them stop (`Agreement`), and say where they are when the run seems to hang (`HangWatch`).
-`failure_handler` is what a rank does when it or another one fails. `stop` turns signals and the end of the job's time
-into a request to stop; `signals` keeps these signals from data workers.
+on the step at which all of them stop (`Agreement`), and report where they are when the run seems to hang (`HangWatch`).
+`failure_handler` ends a rank when it or another one fails. `stop` turns signals and the end of the job's time into stop
+requests; `signals` protects data workers from these signals.
 """
 
 from __future__ import annotations

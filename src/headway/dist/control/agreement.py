@@ -1,9 +1,9 @@
 """Agreement on one point of the loop at which all ranks act, without any rank waiting for the others before it.
 
-The subject is to stop, or to repeat a save that has failed. The loop counts its points, and all ranks pass the same
-points in the same order. On a request, the hub asks every rank how far it is. A thread of each rank answers with the
-next point, and the rank does not pass that point until the decision is known. All ranks act at the latest of these
-points. A rank that reaches its own point early waits for a message, not for another rank's work.
+The subject is a stop, or another attempt at a save that failed. The loop counts its points, and all ranks pass the same
+points in the same order. On a request, the hub asks every rank how far it is. A thread of each rank replies with the
+next point, and the rank does not pass that point before the decision. All ranks act at the latest of these points. A
+rank that reaches its own point early waits for a message, not for another rank's work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SUBJECTS = ("stop", "save")
 
 @final
 class Agreement:
-    """What one rank knows about a subject. The loop calls `pass_point`; the connection to the hub calls the rest.
+    """The state of one subject on one rank. The loop calls `pass_point`; the connection to the hub calls the rest.
 
     >>> agreement = Agreement()
     >>> agreement.pass_point()
@@ -27,11 +27,11 @@ class Agreement:
 
     def __init__(self) -> None:
         self.round = 0
-        """how many points were decided; a request that arrives after the decision belongs to the last round"""
+        """how many points were decided; a request with an earlier number has been decided already"""
         self._lock = threading.Lock()
         self._decision = threading.Event()
         self._passed = 0
-        self._proposed: int | None = None  # not beyond this point without a decision
+        self._proposed: int | None = None  # the point that needs a decision before it is passed
         self._decided: dict[int, str] = {}  # a rank may be behind a point when the next one is decided
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class Agreement:
 
     @property
     def decided(self) -> bool:
-        """Whether a point is known."""
+        """Whether a point has been decided."""
         return bool(self._decided)
 
     @property

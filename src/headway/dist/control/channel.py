@@ -21,7 +21,7 @@ _MAX_LINE_BYTES = 4 << 20  # a long traceback fits; an endless line does not fil
 
 
 class UntrustedPeer(Exception):
-    """Raised when the other side does not know the key."""
+    """Raised when the other side does not have the key."""
 
 
 @final
@@ -57,7 +57,7 @@ class Channel:
         return True
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Waits for the next message; None when the other side is gone; TimeoutError when time is up."""
+        """Waits for the next message; None if the other side has closed; TimeoutError when time is up."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             for message in self.messages():
@@ -91,7 +91,7 @@ class Channel:
             raise UntrustedPeer("a line longer than any message")
 
     def derive_key(self, purpose: str) -> bytes:
-        """Returns a key for another purpose, known to all who know the key of the run; neither is ever sent."""
+        """Returns a key for another purpose, which all who have the key of the run can derive; neither is ever sent."""
         return hmac.digest(self._key, purpose.encode(), "sha256")
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Channel:
         message = json.loads(body)
         assert isinstance(message, dict), (
             message
-        )  # only ranks of this run know the key, and they send objects
+        )  # only ranks of this run have the key, and they send objects
         return message
 
     def _sign(self, by_client: bool, number: int, body: str) -> str:
@@ -136,7 +136,7 @@ def connect(host: str, port: int, key: bytes, timeout: float) -> Channel:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """A node that loses power or network closes nothing: probe the connection, and give it up after about a minute."""
+    """Probes the connection, and drops it after about a minute: a node that loses power or network closes nothing."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if "TCP_KEEPIDLE" in vars(socket):  # Linux; elsewhere the system's own times apply

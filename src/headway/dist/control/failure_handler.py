@@ -34,7 +34,7 @@ _ABORT_TIMEOUT_S = 4.0
 """how long a failing rank waits for the hub's abort, which names the first cause; the hub takes at most two seconds"""
 
 _ALONE_EXIT_S = 60.0
-"""how long a rank without others may take to exit after a failure: nobody waits for it but, say, an upload of logs"""
+"""how long a single rank may take to exit after a failure: no other rank waits, and it may be uploading logs"""
 
 
 @final
@@ -49,8 +49,8 @@ class FailureHandler:
         self.peer: Peer | None = None
         self.root: RankInfo | None = None
         self.terminal: int | None = None
-        """where people look, while this rank's stderr goes to its log file"""
-        self._agent_knows = False  # that is, it has the record, and prints it
+        """the screen's file descriptor, while this rank's stderr goes to its log file"""
+        self._agent_has_record = False  # and so prints it
         self.callbacks: list[Callable[[FailureRecord], None]] = []
         """called by rank 0 with the first cause, before the ranks exit"""
 
@@ -96,23 +96,26 @@ class FailureHandler:
         for callback in self.callbacks:
             try:
                 callback(record)
-            except (OSError, HeadwayError) as error:  # the cause must get out, whatever cannot be written
+            except (
+                OSError,
+                HeadwayError,
+            ) as error:  # the other ranks must get the cause even if it cannot be written
                 logger.error("%s", error)
 
     def on_abort(self, record: FailureRecord) -> None:
-        """Exits because the hub says that some rank, perhaps this one, failed first."""
+        """Exits because the hub reports that some rank, perhaps this one, failed first."""
         if record["rank"] != self._launch.rank and record["kind"] != "interrupted":
             sys.stderr.write(format_pointer(self._launch.rank, record, record["failure_file"]))
         capture.hard_exit(record["exit_code"])
 
     def on_all_down(self, record: FailureRecord) -> None:
         """Prints the cause on rank 0, when all other ranks have exited: it is the last thing on the screen."""
-        if not self._agent_knows:  # else the agent prints it
+        if not self._agent_has_record:
             sys.stderr.write(format_cause(record, self._launch.world_size, record["failure_file"]))
         capture.hard_exit(record["exit_code"])
 
     def on_hub_lost(self) -> None:
-        """Exits because rank 0 is gone: every rank acts by itself."""
+        """Exits because rank 0 is gone: every rank acts on its own."""
         assert self.root is not None
         self._exit_without_hub(lost_rank_record(self.root))
 
@@ -127,7 +130,7 @@ class FailureHandler:
 
     def _exit_without_hub(self, record: FailureRecord) -> None:
         where = self._write(record)
-        if self._launch.rank == 1 and not self._agent_knows:  # one rank must print it, and only one
+        if self._launch.rank == 1 and not self._agent_has_record:  # exactly one rank must print it
             text = format_cause(record, self._launch.world_size, where)
             os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:
@@ -144,14 +147,14 @@ class FailureHandler:
         return None if file is None else file.with_name("failure.json")
 
     def _write(self, record: FailureRecord) -> Path | None:
-        """Writes failure.json for the agent and in the run, unless it exists. Returns where people find it."""
+        """Writes failure.json for the agent and in the run, unless it exists. Returns the run's, if there is one."""
         run = self.run
         if self._agent_file is not None:
             fence = run and run.fence
             known = {"failure_file": run and str(run.failure_file), "owner": fence and fence.number}
             with _logging_trouble():
                 files.publish(self._agent_file, json.dumps(record | known).encode())
-                self._agent_knows = True
+                self._agent_has_record = True
         if run is not None:
             with _logging_trouble():
                 if run.write_failure(record) or run.failure_file.exists():
@@ -161,7 +164,7 @@ class FailureHandler:
 
 @contextmanager
 def _logging_trouble() -> Iterator[None]:
-    """Surrounds each record of a failure by itself: a disk that takes none of the one may take the other."""
+    """Logs that a record of a failure could not be written; the other record may be on a disk that works."""
     try:
         yield
     except (OSError, StorageError) as error:

@@ -1,10 +1,10 @@
-"""The watch for hangs: when rank 0 has made no progress for long, the hub asks all ranks where they are.
+"""The check for hangs: when rank 0 has made no progress for long, the hub asks all ranks where they are.
 
-While rank 0 makes progress, nothing is asked. Once it has made none for half of what its phase allows, the hub sends
-status requests; a thread of each rank replies, whatever its main thread waits for. It is a hang when every rank has
-exceeded its own limit or does not reply. Ranks report ages in seconds, so no clocks are compared.
+While rank 0 makes progress, the hub sends nothing. Once it has made none for half of what its phase allows, the hub
+sends status requests; a thread of each rank replies, whatever its main thread waits for. It is a hang when every rank
+has exceeded its own limit or does not reply. Ranks report ages in seconds, so no clocks are compared.
 
-When the script of rank 0 has ended and other ranks do not leave in time, rank 0 has the hub ask where they are.
+When the script of rank 0 has ended and other ranks do not leave in time, the hub asks where they are as well.
 
     hub -> rank    status_request (with or without stacks), ack
     rank -> hub    status, ping, overdue
@@ -59,7 +59,7 @@ def check_interval_s(own: Heartbeat) -> float:
 
 
 def _collectives() -> int | None:
-    """Counts the collectives that this rank has begun. Any thread may ask while the main one waits in the last."""
+    """Counts the collectives that this rank has begun. Any thread may call it while the main thread waits in one."""
     group = c10d.group.WORLD if c10d.is_initialized() else None
     return int(group._get_sequence_number_for_group()) if group else None  # type: ignore[attr-defined]
 
@@ -91,7 +91,7 @@ class _StatusReply:
 @final
 @dataclass(kw_only=True)
 class HangWatch:
-    """What the hub knows of the ranks' progress; `heartbeat` is that of rank 0, in whose process the hub runs."""
+    """The hub's state of the check for hangs; `heartbeat` belongs to rank 0, in whose process the hub runs."""
 
     heartbeat: Heartbeat
     request_status: Callable[[bool], object]
@@ -103,7 +103,7 @@ class HangWatch:
     _stacks_since: float | None = None
     _asked: float = 0.0
     _overdue_s: float | None = None
-    """how long rank 0 has waited in vain for the others to leave"""
+    """how long rank 0 has waited for the others to leave"""
 
     def timeout_s(self) -> float | None:
         """Returns the seconds until `check` has something to do; None if there is nothing to watch."""
@@ -115,7 +115,7 @@ class HangWatch:
         return min(0.1, interval) if self._stacks_since is not None else interval
 
     def observe(self, rank: int, message: Message) -> None:
-        """Takes in a status message."""
+        """Stores a status message."""
         self._replies[rank] = _StatusReply(message=message, arrived=time.monotonic())
         if self._stacks_since is not None:
             self._fresh.add(rank)
@@ -128,8 +128,8 @@ class HangWatch:
     def check(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
         """Asks the ranks if there is reason to; returns the record of a hang.
 
-        `present` returns the ranks that have not left, and `count` is how many these are. The hub calls this after each
-        message, so that ranks are gone through only when all have replied.
+        `present` returns the ranks that have not left, and `count` is their number. The hub calls this after each
+        message, so it loops over the ranks only when all have replied.
         """
         if self._overdue_s is not None:
             return self._check_absent(present, count, world_size)
@@ -203,7 +203,7 @@ def silent_root_status(own: Heartbeat, root: RankInfo) -> RankStatus:
 
 
 def _silent_status(info: RankInfo, *, same_host: bool, age: float) -> RankStatus:
-    """What the kernel and the heartbeat file say about a rank that does not reply, if it is on this machine."""
+    """Returns what the kernel and the heartbeat file show of a rank that does not reply, if it is on this machine."""
     condition = hang.condition(info.pid) if same_host else "silent"
     beats = directory(HEARTBEAT_VARIABLE)
     reading = heartbeat.read(beats, info.rank) if same_host and beats else None

@@ -1,10 +1,10 @@
-"""The hub: the one place that learns of every failure, and through which ranks agree to stop.
+"""The hub: it receives every failure, and ranks agree through it on when to stop.
 
 Each rank keeps one connection to the hub in rank 0's process. The kernel closes the connections of a process that
-exits, so a rank that is killed, even with SIGKILL, is noticed in milliseconds, without polling. All reports arrive in
-one place, so the first cause is a fact and not a race, and all ranks get the same record of it.
+exits, so a rank that is killed, even with SIGKILL, is detected in milliseconds, without polling. All reports arrive in
+one place, so which cause is the first is not a race, and all ranks get the same record of it.
 
-With thousands of ranks the hub handles thousands of messages, so that none of them may take a walk over all ranks.
+With thousands of ranks the hub handles thousands of messages, so handling one must not loop over all ranks.
 
     rank -> hub    hello, failed, goodbye; status, ping, overdue (see `hang_watch`); request, next_point (`agreement`)
     hub -> rank    ack or refused, welcome, abort or farewell; status_request, ack; next_point, decision
@@ -104,7 +104,7 @@ class Hub(threading.Thread):
         self.close()
 
     def _select_timeout_s(self) -> float | None:
-        """Returns how long there is nothing to do unless a message arrives."""
+        """Returns how long the hub may wait for a message before it has something to do."""
         if self._echo is not None:
             return max(0.0, self._echo_deadline - time.monotonic())
         if self._is_complete:
@@ -114,7 +114,7 @@ class Hub(threading.Thread):
             self._next_notice = time.monotonic() + _NOTICE_EVERY_S
             here = self._world_size - len(absent)
             logger.info(
-                "%d of %d ranks are here; waiting for %s", here, self._world_size, shorten_list(absent)
+                "%d of %d ranks have joined; waiting for %s", here, self._world_size, shorten_list(absent)
             )
         return self._next_notice - time.monotonic()
 
@@ -194,7 +194,7 @@ class Hub(threading.Thread):
                 channel.try_send({"type": "status_request", "stacks": stacks})
 
     def _begin_round(self, request: Message) -> None:
-        """Asks all ranks how far they are, unless the same is being decided, or was before the request arrived."""
+        """Asks all ranks how far they are, unless this subject is being decided, or was before the request arrived."""
         round = self._rounds[request["subject"]]
         if request["round"] == round.number and round.why is None:
             round.why, round.point = request["why"], 0
@@ -252,9 +252,9 @@ class Hub(threading.Thread):
             self._echo_deadline = time.monotonic() + _ECHO_GRACE_S
 
     def _attribute_to_early_leaver(self, record: FailureRecord) -> FailureRecord:
-        """Explains a lost connection although no rank failed: a script ended while another rank still needed it.
+        """Explains a connection that was lost without a failure: a script ended while another rank still needed it.
 
-        The traceback is that of the waiting rank, and shows what it needed the other for.
+        The traceback belongs to the waiting rank, and shows what it needed the other for.
         """
         if not self._left:
             return record

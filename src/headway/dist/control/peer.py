@@ -36,7 +36,7 @@ class Peer:
         self._leaving = False
 
     def derive_key(self, purpose: str) -> bytes:
-        """Returns a key that all ranks of this launch have, and nobody else."""
+        """Returns a key that only the ranks of this launch have."""
         return self._channel.derive_key(purpose)
 
     def register(self, info: RankInfo, timeout: float) -> Message:
@@ -72,7 +72,7 @@ class Peer:
         ).start()
 
     def report_failure(self, record: FailureRecord) -> None:
-        """Reports that this rank failed. The hub's abort arrives at what `listen` was given."""
+        """Reports that this rank failed. The hub's reply calls the `on_abort` of `listen`."""
         self._send({"type": "failed", "record": record})
 
     def report_overdue(self, limit_s: float) -> None:
@@ -80,14 +80,14 @@ class Peer:
         self._send({"type": "overdue", "limit_s": limit_s})
 
     def request(self, subject: str, why: str) -> None:
-        """Requests that all ranks stop or save; the point at which they do arrives at the agreement on it."""
+        """Requests that all ranks stop or save; the hub's decision goes to the agreement on that subject."""
         number = self.agreements[subject].round
         self._send({"type": "request", "subject": subject, "why": why, "round": number})
 
     def leave(self, timeout_s: float) -> None:
-        """Announces that this connection closes without a failure, and waits a moment until all ranks have done so.
+        """Announces that this rank leaves without a failure, and waits up to `timeout_s` until all ranks have done so.
 
-        Then no connection is closed while another rank still reads from it.
+        So no connection is closed while another rank still reads from it.
         """
         self._leaving = True
         self._send({"type": "goodbye"})
@@ -97,7 +97,7 @@ class Peer:
         self._channel.close()
 
     def _send(self, message: Mapping[str, object]) -> None:
-        with self._sending:  # the main thread and the receiving one
+        with self._sending:  # both the main thread and the receiving one send
             self._channel.try_send(message)
 
     def _receive(

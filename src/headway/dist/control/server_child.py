@@ -1,7 +1,7 @@
-"""What multiprocessing's fork server imports if a loader starts it: its children start with no signal blocked.
+"""Imported by multiprocessing's fork server if a loader starts one: unblocks stop signals in the server's children.
 
-The server itself has stop signals blocked, or one that a scheduler sends to every process would end it, and torch would
-take all of its workers for dead. Data workers that ignore such signals unblock them themselves, once they do.
+The server itself keeps them blocked: a signal that a scheduler sends to every process would end it, and torch would
+report all of its workers as dead. Data workers that ignore such signals unblock them themselves, once they do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def preload() -> None:
 def _unblock(_: object) -> None:
     process = multiprocessing.current_process()
     arguments = process._args  # type: ignore[attr-defined]
-    if not any(getattr(type(each), "ignores_signals", False) for each in arguments):
+    if not any(getattr(type(argument), "ignores_signals", False) for argument in arguments):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
-register_after_fork(_unblock, _unblock)  # importing a module is all that can be asked of the server
+register_after_fork(_unblock, _unblock)  # the server can only be made to import a module

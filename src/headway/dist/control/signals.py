@@ -2,15 +2,15 @@
 
 SLURM may send a stop signal to every process of a step, data workers included. A worker that exits takes the rank down
 before it can save, and a forked worker that inherits the rank's handler handles the signal a second time. So workers
-ignore such signals from the start; a signal that nobody else sends ends them, for their own rank.
+ignore such signals from the start; their own rank ends them by a signal that nobody else sends.
 
     with block_signals():
         batches = iter(DataLoader(..., worker_init_fn=ignore_signals))
     for worker in batches._workers:
         end_by_own_signal(worker)
 
-What a worker starts has the signals of any process: handlers that do nothing end with `exec`, while a signal that is
-ignored or blocked stays so in every program that is started, and `ffmpeg.terminate()` would do nothing.
+Programs that a worker starts handle signals as usual: workers have handlers that do nothing, which end with `exec`. A
+signal that is ignored or blocked would stay so in every such program, and `ffmpeg.terminate()` would do nothing.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
-"""what schedulers and `headway` send to ask a run to save and stop"""
+"""signals by which schedulers and `headway` request that a run saves and stops"""
 STOP_SIGNALS = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
-"""all that make a run save and stop; data workers must not get them"""
+"""all signals that make a run save and stop; data workers must not react to them"""
 END_OF_TIME = "the end of the job's time"
-"""by what a run is stopped that watches the clock itself, without a signal"""
+"""the reason of a stop without a signal, in a run that watches the clock itself"""
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
-"""what the parent process of ranks passes on to them"""
+"""signals that the parent process of ranks forwards to them"""
 _OF_A_TERMINAL = (signal.SIGHUP, signal.SIGINT)
-"""what a shell makes programs ignore that must not end with their terminal, or by a Ctrl-C for others"""
+"""signals that a shell makes background programs ignore, so that a closed terminal or a Ctrl-C does not end them"""
 
 
 _END_WORKER = getattr(signal, "SIGRTMAX", signal.SIGKILL)
-"""what a rank ends its workers with: no scheduler and no library sends it; macOS has no such signal"""
+"""the signal by which a rank ends its workers: no scheduler and no library sends it; macOS does not have it"""
 BLOCKED_SIGNALS = {*STOP_SIGNALS, _END_WORKER}
-"""what waits until a process that starts can ignore it"""
+"""signals that stay pending until a new process can ignore them"""
 
 
 def handled_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Returns those of these signals for which this process may install a handler: not what a shell made it ignore.
+    """Returns those signals for which this process may install a handler: not those that a shell made it ignore.
 
-    `nohup` has SIGHUP ignored, and a script SIGINT for what it starts with `&`. Requests to stop always have a handler:
-    it is headway that starts ranks with these ignored, until they can handle them.
+    `nohup` makes a program ignore SIGHUP, and a script makes what it starts with `&` ignore SIGINT. Stop requests
+    always get a handler: headway itself starts ranks with these ignored, until they can handle them.
 
     >>> signal.SIGTERM in handled_signals(FORWARDED_SIGNALS)
     True
@@ -73,7 +73,7 @@ def block_signals() -> Iterator[None]:
 
 
 def end_by_own_signal(worker: BaseProcess) -> None:
-    """Makes `worker.terminate()` end a worker that ignores SIGTERM; so does the exit of this process, and torch."""
+    """Makes `worker.terminate()`, which torch and the exit of this process call, end a worker that ignores SIGTERM."""
     popen: Any = worker._popen  # type: ignore[attr-defined]
     popen.terminate = lambda: popen._send_signal(_END_WORKER)
 
@@ -84,16 +84,15 @@ def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a wor
         _ignore(number)
     if _END_WORKER != signal.SIGKILL:
         signal.signal(_END_WORKER, _exit_worker)
-    if (
-        rank := multiprocessing.parent_process()
-    ) is not None:  # nothing else ends a worker whose rank was killed
+    # nothing else ends a worker whose rank was killed
+    if (rank := multiprocessing.parent_process()) is not None:
         threading.Thread(target=_exit_with, args=(rank.sentinel,), name="headway worker", daemon=True).start()
     os.register_at_fork(after_in_child=_restore_defaults)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
 def _ignore(number: int) -> None:
-    """Ignores a signal in this process only; system calls in progress do not notice it, those of C libraries too."""
+    """Ignores a signal in this process only; it interrupts no system call, also none of C libraries."""
     signal.signal(number, lambda *_: None)
     signal.siginterrupt(number, False)
 
@@ -115,11 +114,11 @@ def _exit_with(sentinel: int) -> None:
 
 
 replaced: dict[signal.Signals, Any] = {}
-"""the handlers that this process had before those of `stop`, while these are installed"""
+"""the handlers that `stop` has replaced, while its own are installed"""
 
 
 def reset_in_child() -> None:
-    """Ends a forked child on SIGTERM again, and ignores stop requests: inherited handlers would act for the rank."""
+    """Lets SIGTERM end a forked child again, and ignores stop requests: inherited handlers would act for the rank."""
     for number in STOP_REQUESTS:
         _ignore(number)
     if signal.SIGTERM in replaced:

@@ -32,20 +32,20 @@ def handle_stop_signals(
 ) -> Iterator[list[str]]:
     """Turns stop signals into a request that all ranks stop at one point; a second Ctrl-C raises KeyboardInterrupt.
 
-    `request_stop`, that of the group of ranks, is called from a thread with what this rank was asked by. `end` is when
-    the job's time is over (seconds since 1970), on the rank that watches it, and `lead()` how long before that a stop
-    must be requested; both are compared with the clock every `clock_check_s`. Earlier handlers are called as well, and
-    restored afterwards. Yields what this rank was asked by, so far.
+    `request_stop`, usually the method of the `RankGroup`, is called from a thread with the reason: the name of a
+    signal, or `END_OF_TIME`. `end` is when the job's time is over (seconds since 1970), on the rank that watches it,
+    and `lead()` how long before that a stop must be requested; both are compared with the clock every `clock_check_s`.
+    Earlier handlers are called as well, and restored afterwards. Yields the list of reasons so far.
 
     >>> with handle_stop_signals(current().request_stop, end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
     """
     requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # the one queue that a handler may put into
-    heard: list[str] = []
+    reasons: list[str] = []
     deadline = None if end is None else time.monotonic() + end - time.time()
     thread = threading.Thread(
         target=_forward,
-        args=(requests, request_stop, heard, deadline, lead, clock_check_s),
+        args=(requests, request_stop, reasons, deadline, lead, clock_check_s),
         name="headway stop",
         daemon=True,
     )
@@ -53,7 +53,7 @@ def handle_stop_signals(
     stop_requested.clear()
     thread.start()
     try:
-        yield heard
+        yield reasons
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -90,7 +90,7 @@ def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any
 def _forward(
     requests: queue.SimpleQueue[str | None],
     request_stop: Callable[[str], object],
-    heard: list[str],
+    reasons: list[str],
     deadline: float | None,
     lead: Callable[[], float],
     clock_check_s: float,
@@ -105,6 +105,6 @@ def _forward(
             request, deadline = END_OF_TIME, None
         if request is None:
             return
-        heard.append(request)
+        reasons.append(request)
         stop_requested.set()
         request_stop(request)

@@ -1,7 +1,7 @@
-"""Connections whose other end has not shown yet that it knows the key of the launch.
+"""Connections whose other end has not yet proved that it has the key of the launch.
 
-Every user of the network can connect to an open port, and keep that connection. Who knows the key signs a message at
-once. The others cost this process a file each, which it may need for something else: so they are few, and not for long.
+Every user of the network can connect to an open port, and keep the connection. A rank sends a signed message at once.
+Every other connection costs this process an open file, which it may need: so their number and their time are limited.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import final
 from headway.dist.control.channel import Channel
 
 PATIENCE_S = 30.0
-"""how long a connection may take to show that it knows the key; a busy node needs seconds"""
+"""how long a connection may take to prove that it has the key; a busy node needs seconds"""
 _LEAST = 128
 _CROWDED_S = 0.05
-"""a connection for which there is no file stays in the queue: how long until it is tried again"""
+"""how long to wait at the limit of open files before a connection in the queue is accepted"""
 
 
 @final
 class Strangers:
-    """The connections of one port that nobody vouches for yet, the oldest first; `expected` are to come.
+    """The unproved connections of one port, the oldest first; `expected` is how many will prove themselves.
 
     >>> strangers = Strangers(expected=8)
     >>> channel = strangers.accept(listener, key)
@@ -38,7 +38,7 @@ class Strangers:
         self._surplus = 0
 
     def accept(self, listener: socket.socket, key: bytes) -> Channel | None:
-        """Accepts a connection; None if it is gone already, or if there is no file for it."""
+        """Accepts a connection; None if it is closed already, or at the limit of open files."""
         try:
             sock, _ = listener.accept()
         except OSError as error:
@@ -55,7 +55,7 @@ class Strangers:
         return channel
 
     def trust(self, channel: Channel) -> None:
-        """Counts a connection no longer: it knows the key, or is closed."""
+        """Removes a connection that has the key, or is closed."""
         self._since.pop(channel, None)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Strangers:
             channel.close()
 
     def overdue(self) -> list[Channel]:
-        """Returns those that are too many or too old, and counts them no longer: the caller closes them."""
+        """Removes and returns the connections that are too many or too old: the caller closes them."""
         surplus = max(self._surplus, len(self._since) - self._most)
         self._surplus = 0
         found = []

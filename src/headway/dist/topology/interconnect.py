@@ -18,16 +18,15 @@ import torch
 import torch.distributed as td
 from torch import Tensor
 
-from headway.dist.collective.exchange import RankExchange
+from headway.dist.collective.exchange import RankExchange, rank_and_size
 from headway.dist.group import is_initialized
 from headway.dist.seeding import derive_seed
 from headway.dist.topology.tournament import Pair, schedule
 from headway.errors import RankFailure, UsageError
 from headway.system.failpoints import failpoint
 
-_REPEATS: Final = (
-    3  # the best one counts: a busy machine makes a link look slow, and nothing makes it look fast
-)
+_REPEATS: Final = 3
+"""the best one counts: a busy machine makes a link look slow, and nothing makes it look fast"""
 _PINGS: Final = 8
 _SLOW_FRACTION: Final = 0.5  # of the median of the links of the same kind
 _MAX_TABLE_RANKS: Final = 16
@@ -158,7 +157,7 @@ class Interconnect:
 
 
 class Transport(Protocol):
-    """What moves bytes between ranks: the process group, or a faulty one in a test. Calls return when done."""
+    """Moves bytes between ranks: the process group, or a faulty substitute in a test. Calls return when done."""
 
     device: torch.device
 
@@ -211,7 +210,7 @@ def check_interconnect(*, megabytes: int = 16, transport: Transport | None = Non
     if megabytes < 1:
         raise UsageError(f"megabytes={megabytes} is too little to measure a link: give at least 1")
     size = megabytes * 2**20
-    if not (td.is_available() and td.is_initialized()) or td.get_world_size() == 1:
+    if rank_and_size()[1] == 1:
         return Interconnect(
             hosts=[socket.gethostname()],
             device="cpu",
@@ -238,9 +237,8 @@ def _measure(transport: Transport, exchange: RankExchange, hosts: Sequence[str],
                     sent[receiver] = _send_timed(transport, receiver, size)
                 elif receiver == td.get_rank():
                     wrong[sender] = _receive_checked(transport, sender, size)
-            transport.all_reduce(
-                _token(transport)
-            )  # a barrier: rounds that overlap would slow each other down
+            # a barrier: rounds that overlap would slow each other down
+            transport.all_reduce(_token(transport))
         except RuntimeError as error:  # what gloo and NCCL raise when a peer has exited or does not respond
             where = _where(f"round {number} of {len(rounds)}", pairs, hosts)
             raise RankFailure(f"the interconnect check stopped in {where}: {error}") from error
@@ -332,7 +330,7 @@ def _receive_checked(transport: Transport, sender: int, size: int) -> int:
 
 
 def _pattern(sender: int, receiver: int, size: int) -> Tensor:
-    """Returns bytes that only this link carries, without a period: bytes of another place or link count as wrong."""
+    """Returns aperiodic bytes that are unique to this link: bytes of another position or link count as wrong."""
     generator = torch.Generator().manual_seed(derive_seed(sender, "interconnect", receiver))
     return torch.empty(size // 8, dtype=torch.int64).random_(generator=generator).view(torch.uint8)
 
@@ -342,6 +340,6 @@ def _token(transport: Transport) -> Tensor:
 
 
 def _exchange() -> RankExchange:
-    """Returns an exchange that works in a process group of torch's own, too: then through the store behind it."""
+    """Returns an exchange that also works in a process group that headway did not make, through its default store."""
     store = None if is_initialized() else td.distributed_c10d._get_default_store()
     return RankExchange("check the interconnect", store=store)

@@ -1,8 +1,8 @@
-"""Which files are the code of a run.
+"""Selects the files that are the code of a run.
 
-In a git work tree: what git tracks, with its submodules, as it is on the disk now; and of what git does not track, the
-files that the code may need: small sources and settings. Elsewhere: the directory, without what is not code. What is
-left out is named, so that nobody learns from a failed job that `data/` was not there.
+In a git work tree these are the files that git tracks, submodules included, as they are on the disk now, and those
+untracked files that the code may need: small sources and settings. Elsewhere it is the directory without caches,
+results and data. Files that are left out are listed, so that nobody learns from a failed job that `data/` was missing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from headway.run.source import git
 from headway.system.text import format_bytes
 
 _GIT_TIMEOUT_S = 120.0
-"""a large work tree takes its time, and a submission without it would be useless"""
+"""git may take long in a large work tree, and no submission works without its answer"""
 _UNTRACKED_MAX_BYTES = 1 << 20
-"""of a file that git does not track; what is larger is hardly source code"""
+"""size of a file that git does not track; a larger one is hardly source code"""
 _MAX_NAMED = 50
 _MAX_FILES = 50_000
 _IMPORTABLE = re.compile(r"\.(py|pyi|so)")
@@ -51,14 +51,14 @@ class ProjectFiles:
     added: tuple[str, ...] = ()
     """the names that git does not track"""
     generated: tuple[str, ...] = ()
-    """those of them that git is told to ignore: nobody can commit them"""
+    """those of them that git ignores: nobody can commit them"""
     left_out: tuple[str, ...] = ()
-    """what is not copied, each with the reason"""
+    """the names that are not copied, each with the reason"""
     submodules: dict[str, str] = field(default_factory=dict)
     note: str | None = None
 
     def check_size(self, limit_bytes: int) -> None:
-        """Refuses to copy what is too large to be code."""
+        """Refuses to copy files that are too large, or too many, to be code."""
         sizes = {name: os.lstat(self.root / name).st_size for name in self.names}
         if sum(sizes.values()) > limit_bytes or len(sizes) > _MAX_FILES:
             largest = max(sizes, key=lambda name: sizes[name])
@@ -70,7 +70,7 @@ class ProjectFiles:
 
 
 def gather(script: Path, *, limit: int) -> ProjectFiles:
-    """The code that `script` belongs to; a directory stands for whatever is started in it. `limit` is in bytes.
+    """Returns the code that `script` belongs to, which may be a directory to start a module in. `limit` is in bytes.
 
     >>> gather(Path("train.py"), limit=10**9).root
     PosixPath('/home/me/project')
@@ -90,14 +90,14 @@ def gather(script: Path, *, limit: int) -> ProjectFiles:
 
 
 def _with_script(code: ProjectFiles, name: str) -> ProjectFiles:
-    """A script that git ignores is code all the same, and somebody wrote it."""
+    """Adds a script that git ignores: it is code all the same, and not generated."""
     if name not in code.names:
         code = replace(code, names=(*code.names, name), added=(*code.added, name))
     return replace(code, generated=tuple(each for each in code.generated if each != name))
 
 
 def _work_tree(root: Path) -> ProjectFiles:
-    """What git tracks below `root`, and the new files that matter; submodules are work trees, too."""
+    """Returns the files that git tracks below `root`, and the new files that matter; submodules are work trees, too."""
     head = git(root, "rev-parse", "--verify", "--quiet", "HEAD").out.decode().strip()
     modules = _submodules(root)
     is_link = cache(lambda directory: (root / directory).is_symlink())
@@ -132,7 +132,7 @@ def _work_tree(root: Path) -> ProjectFiles:
 
 
 def _new_files(root: Path) -> tuple[list[str], list[str], list[str]]:
-    """Of what git does not track: the files that the code may need, those that git ignores, the rest with reasons."""
+    """Returns the untracked files that the code may need, those of them that git ignores, and the rest with reasons."""
     is_run = cache(lambda directory: has_info(root / directory))
     verdicts: dict[str, str | None] = {}  # why a name is left out; None: it is copied
     ignored: set[str] = set()
@@ -163,7 +163,7 @@ def _why_not(path: Path, suffixes: re.Pattern[str], reason: str) -> str | None:
 
 
 def _directory(directory: Path, limit: int, *, note: str) -> ProjectFiles:
-    """All of a directory but caches, results and data; of a home, only the files beside the script."""
+    """Returns a directory without caches, results and data; of a home directory, only the files beside the script."""
     root = _project_root(directory)
     names: list[str] = []
     left_out: list[str] = []
@@ -195,7 +195,7 @@ def _directory(directory: Path, limit: int, *, note: str) -> ProjectFiles:
 
 
 def _project_root(directory: Path) -> Path:
-    """The root of a project without git: the working directory if that holds the script and is not a home."""
+    """Returns the root of a project without git: the working directory if it contains the script and is not a home."""
     here = Path.cwd()
     return here if directory.is_relative_to(here) and not _is_home(here) else directory
 
@@ -230,7 +230,7 @@ def _submodules(root: Path) -> dict[str, str]:
 
 
 def _names(root: Path, *options: str) -> list[str]:
-    """What `git ls-files` lists, each once: a file in conflict has several entries."""
+    """Returns the names that `git ls-files` lists, each once: a file in conflict has several entries."""
     answer = git(root, "ls-files", "-z", *options, timeout_s=_GIT_TIMEOUT_S)
     if answer.code or answer.trouble:
         reason = answer.trouble or f"git ended with status {answer.code}"

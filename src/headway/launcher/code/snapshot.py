@@ -1,10 +1,10 @@
-"""The code that runs is the code that was submitted: a copy of it in the run directory, made once.
+"""A copy of the code in the run directory, made once, so that the code that runs is the code that was submitted.
 
     run.json            code.snapshot: where from, which commit, what was added, what was left out
     code/tree/          the files as they were, and the commit they are based on as a small repository of its own
 
-The copy does not depend on the original: edit, commit, rebase or delete that, and a job that starts tomorrow, or starts
-again next week, runs what was there today.
+The copy does not depend on the original: edit, commit, rebase or delete the original, and a job that starts tomorrow,
+or starts again next week, runs today's code.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class CodeSnapshot:
     """Where the code of a run is, as run.json says."""
 
     directory: Path
-    """where the ranks start: it is to the copy what the working directory was to the original"""
+    """where the ranks start: the directory in the copy that corresponds to the working directory"""
     script: Path | None
     """the script in the copy; None where a directory was given, for `python -m`"""
     python_path: tuple[Path, ...]
-    """put before PYTHONPATH, so that what is installed in editable mode comes from the copy, too"""
+    """directories to put before PYTHONPATH, so that packages installed in editable mode also come from the copy"""
     added: tuple[str, ...] = ()
-    """files that git does not track, and that were copied all the same"""
+    """files that were copied although git does not track them"""
     left_out: tuple[str, ...] = ()
-    """what was not copied, and why: a job that needs it must name it by its absolute path"""
+    """files that were not copied, and why: a job that needs one must use its absolute path"""
 
 
 def take(
@@ -55,9 +55,9 @@ def take(
 ) -> Path:
     """Copies the code of `script` into the run, once, and returns the directory to start it from.
 
-    A directory as `script` stands for what is started in it. `dirty` says what to do about changes that are not
-    committed: "snapshot" copies them, "refuse" raises, "live" copies nothing and runs the files where they are. A
-    second call returns the copy that is there: a run does not change its code.
+    `script` may be a directory, for a module that is started in it. `dirty` determines what happens to uncommitted
+    changes: "snapshot" copies them, "refuse" raises, "live" copies nothing and runs the files where they are. A second
+    call returns the existing copy: a run does not change its code.
 
     >>> take(run, "train.py")  # doctest: +SKIP
     PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2/code/tree')
@@ -95,15 +95,14 @@ def take(
     return load(run).directory
 
 
-def adopt(run: Run, other: Run) -> Path:
-    """Makes a run use the copy of another one, as all runs of a sweep do; returns the directory to start from."""
+def adopt(run: Run, other: Run) -> None:
+    """Makes a run use the copy of another one, as all runs of a sweep do."""
     facts = other.info()["code"]["snapshot"]
     run.record_snapshot(facts | {"tree": str(other.path / facts["tree"])})
-    return load(run).directory
 
 
 def load(run: Run) -> CodeSnapshot:
-    """Where the code of a run is; `UsageError` if none was taken or it is gone."""
+    """Returns where the code of a run is; `UsageError` if no copy was made or it is gone."""
     facts = run.info()["code"].get("snapshot")
     if not facts:
         raise UsageError(f"{run.id} has no copy of its code: it was not submitted by headway")
@@ -156,7 +155,7 @@ def _publish(code: ProjectFiles, run: Run, start: Path) -> str | None:
                 _copy(code.root, name, staged)
             note = _keep_commit(code, staged)
             (staged / start.relative_to(code.root)).mkdir(parents=True, exist_ok=True)  # it may hold no code
-            # of a submission that was killed before it was recorded
+            # a copy from a submission that was killed before it was recorded
             shutil.rmtree(run.snapshot_dir, ignore_errors=True)
             staged.rename(run.snapshot_dir)
             files.sync_dir(run.code_dir)
@@ -167,7 +166,7 @@ def _publish(code: ProjectFiles, run: Run, start: Path) -> str | None:
 
 
 def _copy(root: Path, name: str, to: Path) -> None:
-    """Copies one file, for its owner only; a link stays a link, and one that leads out of the tree still does."""
+    """Copies one file, readable by its owner only; a link stays a link, also one that leads out of the tree."""
     source, target = root / name, to / name
     for parent in reversed(target.relative_to(to).parents[:-1]):
         if not (to / parent).is_dir():
@@ -181,9 +180,9 @@ def _copy(root: Path, name: str, to: Path) -> None:
 
 
 def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
-    """Keeps the commit that the files are based on, without history: rebase and gc at the origin do not affect it.
+    """Keeps the commit that the files are based on, without history, so that a rebase or gc does not remove it.
 
-    Trackers that ask git for the commit get the true one, and `git diff` in the copy shows what was not committed.
+    Trackers that read the commit from git get the true one, and `git diff` in the copy shows uncommitted changes.
     """
     if code.commit is None:
         return None
@@ -198,14 +197,14 @@ def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
     )
     for step in steps:
         if trouble := git(tree, *step, timeout_s=_FETCH_TIMEOUT_S).trouble:
-            shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are all there
+            shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are complete
             return f"the commit itself could not be kept: {trouble}"
     (tree / ".git" / "FETCH_HEAD").unlink(missing_ok=True)  # git before 2.29 cannot be told to write none
     return None
 
 
 def _python_path(root: Path, tree: Path) -> Iterator[str]:
-    """Where this Python imports from within the tree, below its root: the path itself, and editable installs."""
+    """Yields the directories below `root` from which this Python imports: of `sys.path`, and of editable installs."""
     origins = [Path(entry) for entry in sys.path if entry] + list(_editable_projects())
     seen: set[Path] = set()
     for origin in origins:

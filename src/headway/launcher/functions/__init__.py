@@ -1,1 +1,1 @@
-"""A launched function: on its way to the ranks (`pickled`), called there (`worker`), started in the `background`."""
+"""A launched function: `pickled` for the ranks, called by a `worker` on each, and started in the `background`."""

@@ -1,7 +1,7 @@
-"""The parent process of a job in the background of this machine: starts it, and records how it ended.
+"""The supervisor of a job in the background of this machine: starts it, and records how it ended.
 
-Started as `python -m headway.launcher.functions.background RUN`. It is the parent of the node agent's ranks, or
-of mpirun, and forwards signals to them.
+Started as `python -m headway.launcher.functions.background RUN`. It is the parent process of the ranks or of mpirun,
+and forwards signals to them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import FrameType
 
 from headway.dist.control.signals import FORWARDED_SIGNALS, handled_signals
 from headway.launcher.agent.agent import Agent
 from headway.launcher.functions.worker import Call
+from headway.launcher.program import worker_command
 from headway.launcher.targets import Local, Mpi
 from headway.run import Run
-from headway.run.job_record import record_end, record_failed_start, record_start
+from headway.run.job_record import run_recorded
 from headway.system import environment
 from headway.system.log import install_handler
 
@@ -27,23 +29,15 @@ def main(argv: Sequence[str]) -> int:
     run = Run.open_private(argv[0])
     facts = Call.read(run).target
     target = Mpi.from_dict(facts) if facts["kind"] == Mpi.kind else Local.from_dict(facts)
-    command = [sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)]
+    command = worker_command(run)
     environ = os.environ | target.env | {environment.RUN: str(run.path)}
-    record_start(run)
-    try:
-        if isinstance(target, Mpi):
-            code = _mpirun(target, command, environ)
-        else:
-            code = Agent(command, nproc=target.nproc, environ=environ).run()
-    except BaseException as error:
-        record_failed_start(run, error)
-        raise
-    record_end(run, code)
-    return code
+    if isinstance(target, Mpi):
+        return run_recorded(run, partial(_mpirun, target, command, environ))
+    return run_recorded(run, Agent(command, nproc=target.nproc, environ=environ).run)
 
 
 def mpirun_command(target: Mpi, command: Sequence[str]) -> list[str]:
-    """The command line that starts `command` as all ranks.
+    """Returns the command line that starts `command` on all ranks.
 
     >>> mpirun_command(Mpi(nproc=4, hosts=("n1:2", "n2:2")), ["who"])
     ['mpirun', '-n', '4', '--host', 'n1:2,n2:2', 'who']

@@ -1,8 +1,8 @@
-"""Exceptions on their way back from a job: whole where they can be pickled, else their class, text and traceback.
+"""Sends exceptions back from a job: as a pickle if possible, else as class, text and traceback.
 
-`rank-N.error.json` always says what was raised, and `rank-N.error.pickle` beside it holds the exception with its
-attributes. Pickle calls the class with `args`, which is wrong for a class whose `__init__` takes something else: so
-the worker opens what it has packed, and where that is not the same exception it is taken apart instead.
+`rank-N.error.json` always describes what was raised, and `rank-N.error.pickle` beside it holds the exception with its
+attributes. Pickle calls the class with `args`, which is wrong for a class whose `__init__` takes other arguments: so
+the worker loads what it has pickled, and if that is not the same exception, it pickles class, arguments and attributes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PICKLE, _JSON = ".error.pickle", ".error.json"
 
 
 def error_files(directory: Path, rank: int) -> tuple[Path, Path]:
-    """The two files of a rank that raised: with the whole exception, and with its description."""
+    """Returns the two files of a rank that raised: the pickle of the exception, and its description."""
     return directory / f"rank-{rank:05d}{_PICKLE}", directory / f"rank-{rank:05d}{_JSON}"
 
 
 def write_error(directory: Path, error: BaseException, rank: int) -> None:
-    """Writes what a rank raised; the description comes last, so that whoever sees it sees both."""
+    """Writes what a rank raised; the description comes last, so that a reader of it finds both."""
     whole, description = error_files(directory, rank)
     described = json.dumps(remote.pack(error, rank)).encode()
     if isinstance(error, Exception) and (data := _pack(error)) is not None:
@@ -36,7 +36,7 @@ def write_error(directory: Path, error: BaseException, rank: int) -> None:
 
 
 def read_error(directory: Path, rank: int) -> BaseException:
-    """The exception of a rank, with that rank's traceback as its cause. Only files of this user are opened."""
+    """Returns the exception of a rank, with its traceback as the cause. Opens only files of this user."""
     whole, description = error_files(directory, rank)
     described = parse_json(ownership.read_private(description))
     error = _unpack(whole) if whole.exists() else None
@@ -47,7 +47,7 @@ def read_error(directory: Path, rank: int) -> BaseException:
 
 
 def _pack(error: Exception) -> bytes | None:
-    """Pickles an exception in the first form that gives the same one again; None if there is no such form."""
+    """Pickles an exception in the first form that loads as the same exception; None if there is no such form."""
     for form in (lambda: error, lambda: _parts(error)):
         try:
             data, again = pickled.pack_and_open(form(), what="the exception")
@@ -64,7 +64,7 @@ def _is_same(again: BaseException, error: BaseException) -> bool:
 
 
 def _parts(error: Exception) -> tuple[type[Exception], tuple[object, ...], dict[str, Any]]:
-    """Class, arguments, and those attributes that can be sent."""
+    """Returns the class, the arguments, and those attributes that can be pickled."""
     return (
         type(error),
         error.args,
@@ -81,7 +81,7 @@ def _is_sendable(value: object) -> bool:
 
 
 def _whole(found: Any) -> BaseException:
-    """The exception of a pickle, put together again if it was taken apart. Its `__init__` is not called then."""
+    """Returns the exception of a pickle, rebuilt without a call of its `__init__` if it was pickled in parts."""
     if isinstance(found, BaseException):
         return found
     kind, args, attributes = found
@@ -92,7 +92,7 @@ def _whole(found: Any) -> BaseException:
 
 
 def _unpack(path: Path) -> BaseException | None:
-    """The whole exception; None if this process cannot make it, for it may not have its class."""
+    """Loads the pickled exception; None if this process cannot, for example because it does not have the class."""
     try:
         return _whole(pickled.unpack(path, what="the exception"))
     except UsageError:  # others could have written it

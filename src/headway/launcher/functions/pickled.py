@@ -1,9 +1,9 @@
-"""Python objects on their way to a job and back: a function with its arguments, and what it returned.
+"""Sends Python objects to a job and back: a function with its arguments, and what it returned.
 
-This is the one place in headway where pickle is read, and opening a pickle can run code. It gives nobody more than they
-have: pickles are in the run directory, 0700, in files that only their owner may write (`unpack` checks), next to the
-code that the same job runs. Whoever could put a pickle there could change that code as well. Checkpoints, metrics,
-records and whatever else may come from other people are never read here.
+Loading a pickle can run code, and headway reads pickle files only here. That gives nobody more rights: the files are in
+the run directory, 0700, writable by their owner only (`unpack` checks that), next to the code that the same job runs.
+Whoever could put a pickle there could change that code as well. Checkpoints, metrics, records and other files that may
+come from other people are never read here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headway.system import files, ownership
 
 
 def pack(value: object, *, what: str) -> bytes:
-    """Pickles a value. Functions and classes that can be imported go by name; others need cloudpickle.
+    """Pickles a value. Functions and classes that can be imported are sent by name; others need cloudpickle.
 
     >>> pack((max, (1, 2)), what="max and its arguments")[:1]
     b'\\x80'
@@ -37,14 +37,14 @@ def pack(value: object, *, what: str) -> bytes:
 
 
 def unpack(path: Path, *, what: str) -> Any:
-    """Reads a pickle, if it is ours and nobody else could have written it."""
+    """Reads a pickle that belongs to this user and that nobody else could have written."""
     with files.storage(f"read {what} from {path}"):
         data = ownership.read_private(path)
     return _open(data, what=what)
 
 
 def pack_and_open(value: object, *, what: str) -> tuple[bytes, Any]:
-    """Pickles a value, and opens what this process has just packed: is it the same again?
+    """Pickles a value and loads it again, so that the caller can compare the two.
 
     >>> pack_and_open([1, 2], what="a list")[1]
     [1, 2]
@@ -74,7 +74,7 @@ def _dumps(value: object) -> bytes:
 
 
 class _ByNamePickler(pickle.Pickler):
-    """Refuses what another process could not import."""
+    """Refuses functions and classes that another process could not import."""
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, FunctionType | type) and (

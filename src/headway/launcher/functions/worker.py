@@ -28,7 +28,7 @@ Ranks = Sequence[Sequence[int]]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What each rank does; the function itself and its arguments are in a pickle beside it."""
+    """call.json: what each rank calls; the function itself and its arguments are in a pickle beside it."""
 
     function: str
     target: Mapping[str, Any]
@@ -74,11 +74,11 @@ def main(argv: Sequence[str]) -> int:
             dist.barrier()  # all ranks have returned, and their results are written
             if world.rank == 0:
                 upon_finish(result)
-    except RunLocked:  # the run is another process's
+    except RunLocked:  # another process owns the run
         raise
     except BaseException as error:
         _check_owner(run)
-        # from the function on: the frames above it are ours and explain nothing
+        # the traceback starts at the function: the frames above it are headway's and explain nothing
         inner = error.__traceback__ and error.__traceback__.tb_next
         write_error(run.call_dir, error.with_traceback(inner or error.__traceback__), world.rank)
         raise
@@ -86,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_owner(run: Run) -> None:
-    """Raises `RunLocked` if the function has trained in the run, and another process has taken it since.
+    """Raises `RunLocked` if the function has trained in the run and another process owns it now.
 
-    A rank that has not trained there has no lock to compare with: the owner may be rank 0 of its own launch.
+    A rank that has not trained there has no lock to compare: the owner may be rank 0 of its own launch.
     """
     from headway.dist.shared_run import current_run
 
@@ -98,7 +98,7 @@ def _check_owner(run: Run) -> None:
 
 
 def _prepare_process(run: Run, call: Call) -> None:
-    """Gives this process the import path and the variables of the one that launched it."""
+    """Sets the import path and the variables of the process that launched this one."""
     sys.path[:] = call.sys_path
     # mpirun does not take variables to other hosts
     os.environ.update(call.target.get("env", {}), **{environment.RUN: str(run.path)})
@@ -110,7 +110,7 @@ def _prepare_process(run: Run, call: Call) -> None:
 
 
 def _group(groups: Ranks, rank: int) -> ProcessGroup:
-    """This rank's group. torch wants every rank to make every group, in one order, its own or not."""
+    """Makes all groups and returns this rank's: torch requires every rank to make every group, in the same order."""
     from torch import distributed
 
     made: list[ProcessGroup] = [distributed.new_group(list(ranks)) for ranks in groups]
