@@ -24,8 +24,8 @@ def check_kind(kind: str) -> None:
 def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch.device:
     """Picks the rank's device, and makes it the current one.
 
-    A scheduler that has assigned GPUs to tasks shows each task only its own: then the first visible one is right.
-    Otherwise all ranks of the node see all GPUs, and the local rank is the index.
+    If a scheduler has assigned GPUs to tasks, each task sees only its own, and uses the first one. Otherwise all ranks
+    of the node see all GPUs, and the local rank is the index.
     """
     check_kind(kind)
     if kind == "auto":
@@ -51,10 +51,11 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def use_many_queues() -> bool:
-    """Lets CUDA use all hardware queues of a GPU, unless it has begun or the user has set a number; whether it does.
+    """Lets CUDA use all hardware queues of a GPU, unless it is initialized or the user has set a number.
 
-    Streams that share a queue wait for each other. The decoder of images has 14 streams, so with 8 queues a kernel of
-    training on any stream stops it: on an H200, one busy thread brings 35,000 photos a second down to 5,500.
+    Returns whether CUDA uses all of them. Streams that share a queue wait for each other. The image decoder has 14
+    streams, so with 8 queues a training kernel on any stream stops it: on an H200, one busy thread reduces 35,000
+    photos a second to 5,500.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.setdefault(_QUEUES_NAME, str(_QUEUES))

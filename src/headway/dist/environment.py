@@ -1,9 +1,9 @@
-"""What the launcher says about this process: its rank, the number of ranks, its node. Read from the environment only.
+"""The launch environment of this process: its rank, the number of ranks, its node. Read from variables only.
 
 Launchers differ by data, not by code: each is an entry in a table of variable names. The order of the table matters,
 because SLURM's variables are wrong under mpirun and torchrun (they count nodes, or are zero on every rank). A batch
-script has SLURM_NTASKS=4 although it is one process, so SLURM counts only inside a job step. With MpiDefault=pmi2, as
-many sites have it, srun also sets the variables by which MPICH is recognized.
+script has SLURM_NTASKS=4 although it is one process, so SLURM counts only inside a job step. With MpiDefault=pmi2, a
+common setting of sites, srun also sets the variables by which MPICH is recognized.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_PORT = 65_535
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """What the launcher says about this process. Facts that it does not give are None until the ranks have joined."""
+    """The launcher's facts about this process. Those that it does not give are None until the ranks have joined."""
 
     launcher: str
     """headway, torchrun, mpi, srun or none"""
@@ -52,7 +52,7 @@ def _unknown(environ: Environ) -> None:
 
 
 def _is_not_sruns(environ: Environ) -> bool:
-    """Whether PMI_RANK is not one of srun's own numbers. mpiexec in a step of srun also says the rank on the node."""
+    """Whether PMI_RANK is not one of srun's own numbers. mpiexec in a step of srun also sets the rank on the node."""
     own = [environ.get(name) for name in ("PMI_RANK", "PMI_SIZE")]
     sruns = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
     return own != sruns or "MPI_LOCALRANKID" in environ
@@ -153,7 +153,7 @@ def _from(variable: str, launcher: str) -> Callable[[Environ], int | None]:
 
 
 def _master_address(environ: Environ) -> str | None:
-    """The host of rank 0, as node agents and torchrun say it, and users of mpirun may."""
+    """The host of rank 0, which node agents and torchrun set, and users of mpirun may set."""
     return environ.get("MASTER_ADDR") or None
 
 

@@ -55,7 +55,7 @@ class World:
 
 @final
 class RankGroup:
-    """What this process shares with the other ranks, and what must be restored when it leaves them."""
+    """The state that this process shares with the other ranks, and what it restores when it leaves them."""
 
     def __init__(self, launch: LaunchEnvironment) -> None:
         self.launch = launch
@@ -63,18 +63,18 @@ class RankGroup:
         self.world: World | None = None
         self.store: c10d.Store = c10d.HashStore()
         self.key = b""
-        """what the ranks sign their values with; all ranks of this launch have it, and nobody else"""
+        """the key with which ranks sign their values; only the ranks of this launch have it"""
         self.hub: Hub | None = None
         self.peer: Peer | None = None
         self.failure_handler = FailureHandler(launch, _scripts_hook)
         self.opened_runs: set[Path] = set()
         self.reopened_runs: set[Path] = set()
-        """those of `open_run` that the same command opens again until its script has ended"""
+        """runs of `open_run` that the same command opens again until its script has ended"""
         self.at_clean_exit: list[Callable[[], object]] = []
-        """what to call when this rank leaves without an error and, on rank 0, all others have left"""
-        self.raised = False  # an exception that nothing caught
+        """callbacks for when this rank leaves without an error and, on rank 0, all others have left"""
+        self.raised = False  # whether the script has raised an exception that nothing caught
         self.trained = False
-        """whether a run has ended, and no other has begun: what is left is the rest of the script"""
+        """whether a run has ended and no other has begun: only the rest of the script is left"""
         self.calls: dict[str, int] = {}
         """how many exchanges of each channel this rank has made: the same on all ranks"""
         self._own_agreements = {subject: Agreement() for subject in SUBJECTS}
@@ -95,7 +95,7 @@ class RankGroup:
                 os.environ[name] = value
 
     def call_at_clean_exit(self) -> None:
-        """Calls what was registered for the end of the script, unless that has failed."""
+        """Calls the callbacks for the end of the script, unless the script has failed."""
         callbacks, self.at_clean_exit = self.at_clean_exit, []
         for callback in callbacks if not self.raised and not EXIT_CODE.given else ():
             callback()
@@ -116,7 +116,7 @@ class RankGroup:
             self._request("stop", why)
 
     def request_save(self, why: str) -> None:
-        """Asks all ranks to save at one point, as `request_stop` does; once for each time that they are to save."""
+        """Asks all ranks to save at one point, as `request_stop` does; every request is one save."""
         self._request("save", why)
 
     def _request(self, subject: str, why: str) -> None:
@@ -199,7 +199,7 @@ def own_group() -> RankGroup | None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     group = own_group()
-    if hasattr(sys, "ps1") and (group is None or group.peer is None):  # a prompt: it goes on after a mistake
+    if hasattr(sys, "ps1") and (group is None or group.peer is None):  # a prompt continues after an error
         _scripts_hook(kind, error, trace)
     elif group is not None:
         group.raised = True
@@ -227,7 +227,7 @@ def _watch_forks() -> None:
 def _in_forked_child() -> None:
     """Closes a data worker's copies of the rank's connections, which would hide that the rank has exited.
 
-    The child has no thread of the process groups, and would wait for them when it frees these: it never does.
+    Freeing a process group waits for its threads, which a forked child does not have: so the child never frees them.
     """
     if _group is not None:
         signals.reset_in_child()

@@ -1,4 +1,4 @@
-"""Joining: `init` detects the launcher, finds the other ranks, and makes torch's process group.
+"""Joins a group of ranks: `init` detects the launcher, finds the other ranks, and makes torch's process group.
 
 From then on a failure of any rank ends all of them, with the first cause on the screen and in the run directory.
 """
@@ -67,9 +67,9 @@ _STEP_TIMEOUT_S = 1800.0
 _OTHER_FILES = 128
 """open files of a rank beside its connections: libraries, logs, pipes"""
 _LEAVE_TIMEOUT_S = 2.0
-"""how long a rank waits at its end for the others to end, too"""
+"""how long a rank that leaves waits for the others to leave, too"""
 _OVERDUE_S = 2.0
-"""how much longer rank 0 waits at its end for a rank that ends itself because its own exit takes too long"""
+"""how much longer rank 0 waits for a rank that ends itself because its own exit takes too long"""
 
 
 def init(
@@ -179,7 +179,7 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
             group.store = c10d.TCPStore(host, int(welcome["store_port"]), timeout=timedelta(seconds=timeout))
     group.key = group.peer.derive_key("values between ranks")
     if isinstance(rendezvous, StoreRendezvous):
-        # torchrun keeps its store when it restarts the ranks: what the last ones have left there is not ours
+        # torchrun keeps its store when it restarts the ranks: keys of earlier ranks must not be read
         name = group.peer.derive_key("name of the launch").hex()[:16]
         group.store = c10d.PrefixStore(f"headway/{name}", group.store)
     group.store = SignedStore(group.store, group.key)
@@ -187,7 +187,7 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
 
 
 def _follow_hub(group: RankGroup, peer: Peer, root: RankInfo) -> None:
-    """From now on the hub's messages, or their absence, end this rank."""
+    """Starts to follow the hub: from now on its messages, or their absence, end this rank."""
     handler = group.failure_handler
     handler.peer, handler.root = peer, root
     peer.listen(handler.on_abort, handler.on_hub_lost, handler.on_hub_silent)
@@ -198,7 +198,7 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
     host, _, port = (launch.store_address or "").rpartition(":")
     address = own_address(host)
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # many hosts resolve their own name to the loopback, which others cannot mean by it
+    # many hosts resolve their own name to the loopback, which is not the address that other hosts need
     elsewhere = address in LOOPBACK and host not in (*LOOPBACK, "localhost")
     elsewhere &= launch.local_world_size != launch.world_size
     if launch.rank == 0 and not is_torchruns and address and not elsewhere and port.isdigit():
@@ -313,7 +313,7 @@ def _check_gpus_differ(group: RankGroup, placement: RankPlacement) -> None:
 
 
 def _tune_network(group: RankGroup, nodes: int) -> None:
-    """Makes the few network settings that this machine needs and that are not made yet, and logs them with reasons."""
+    """Sets the few network variables that this machine needs and that are not set, and logs them with reasons."""
     settings = nccl_settings(machine.detect(), nodes, {**read_conf(os.environ, Path("/")), **os.environ})
     for setting in settings:
         if setting.value is not None:
@@ -351,9 +351,9 @@ def _end_children(rank_pid: int) -> None:
 
 
 def _leave_by_os_exit(limit_s: float) -> None:
-    """Leaves the group before `os._exit(0)`, if all that was left to do was the rest of the script.
+    """Leaves the group before `os._exit(0)`, if only the rest of the script was left.
 
-    In the middle of a training it is the loss of a rank, which the others are told.
+    During training, `os._exit` counts as the loss of a rank, and ends the others.
     """
     group = own_group()
     if group is not None and group.trained and not group.raised:
@@ -363,7 +363,7 @@ def _leave_by_os_exit(limit_s: float) -> None:
 
 
 def _others_are_late(group: RankGroup, limit_s: float) -> bool:
-    """Whether rank 0 has not exited only because others have not left. These are named, and all ranks end."""
+    """Whether rank 0 has not exited only because others have not left. The hub then names them and ends all ranks."""
     if group.hub is None or group.peer is None or not group.hub.is_awaited or group.hub.all_left.is_set():
         return False
     if not group.hub.all_left.wait(_OVERDUE_S):

@@ -1,4 +1,4 @@
-"""Small facts and small objects: this process's rank, and objects of the other ranks.
+"""This process's rank and its siblings, and the exchange of small objects between ranks.
 
 Objects are sent as pickles. Loading a pickle can run code, and the connections between ranks are not authenticated, so
 each one is signed with the key of the launch and checked before it is loaded. headway itself sends nothing that way.
@@ -172,7 +172,7 @@ def _verified_rows(rows: list[Tensor], sizes: list[int], number: int) -> list[An
 def store() -> c10d.Store:
     """Returns the key-value store that all ranks share, for small values.
 
-    A name is that of a value (`set`, `get`) or of a counter (`add`), never of both: values are signed, and counters
+    A name belongs to a value (`set`, `get`) or to a counter (`add`), never to both: values are signed, and counters
     cannot be. `add(name, 0)` reads a counter.
 
     >>> headway.dist.store().add("samples seen", 0)  # doctest: +SKIP

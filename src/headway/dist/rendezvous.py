@@ -1,6 +1,6 @@
-"""Rendezvous: how ranks that know only their numbers find rank 0.
+"""Rendezvous: how ranks that have only their numbers find rank 0.
 
-Rank 0 listens on a port that the kernel picks, so two launches never want the same one, and publishes its address where
+Rank 0 listens on a port that the kernel picks, so two launches never compete for one. It publishes its address where
 the others look: in a file that all of them can read, or in the store that the launcher provides.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOPBACK = ("127.0.0.1", "::1")
-"""addresses that every host has, and that mean no other host"""
+"""addresses that every host has, and that never reach another host"""
 _BACKLOG = 4096
 """how many connections may wait until they are accepted: thousands of ranks join at once"""
 
@@ -60,7 +60,7 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def find(self) -> HubAddress | None:
-        """Returns the address if it is published. It may be left over from an earlier launch: connecting shows that."""
+        """Returns the address if it is published. It may be left over from an earlier launch: connecting then fails."""
 
     @abstractmethod
     def close(self) -> None:
@@ -88,7 +88,7 @@ class FileRendezvous(Rendezvous):
         raise self._unwritable(trouble.strerror) from trouble
 
     def check(self) -> None:
-        """Raises unless this rank can write here; if rank 0 alone noticed, the others would wait for it in vain."""
+        """Raises unless this rank can write here; if only rank 0 raised, the others would wait until their timeout."""
         directory = self.path.parent
         try:
             nearest = directory if directory.exists() else directory.absolute().parent
@@ -115,7 +115,7 @@ class FileRendezvous(Rendezvous):
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
         if self._made_directory:
-            with suppress(OSError):  # not empty: others use it by now
+            with suppress(OSError):  # not empty: other launches use it
                 self.path.parent.rmdir()
 
 
@@ -162,7 +162,7 @@ class StoreRendezvous(Rendezvous):
         return HubAddress.from_json(json.dumps(fields))
 
     def close(self) -> None:
-        if self._key_file is not None:  # the key in the store goes with it
+        if self._key_file is not None:  # without it, the address in the store is useless
             self._key_file.unlink(missing_ok=True)
 
 
@@ -175,7 +175,7 @@ def file_rendezvous(launch: LaunchEnvironment) -> FileRendezvous:
 
 
 def _mpi_launch_id() -> str:
-    """Gets a name that all ranks share from MPI itself, where its launcher puts none into the environment."""
+    """Gets a name that all ranks share from MPI itself, if its launcher sets no such variable."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -193,12 +193,12 @@ def listen(launch: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
 
 
 def listen_on(name: str | None) -> tuple[socket.socket, tuple[str, ...]]:
-    """Opens a port for other hosts, at one address if they know this host by `name` and that is one address of it.
+    """Opens a port for other hosts: at one address, if `name` resolves to exactly one address of this host.
 
-    Else nobody knows on which of its networks they reach this host: the port is open on all, and one line says so.
+    Otherwise it is not known on which network other hosts reach this one: the port is open on all, and this is logged.
     """
     address = own_address(name) if name else None
-    if name and address and address not in LOOPBACK:  # other hosts cannot mean the loopback
+    if name and address and address not in LOOPBACK:  # the loopback is of no use to other hosts
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         return server, tuple(dict.fromkeys((name, address)))
@@ -221,9 +221,9 @@ def _report_open(name: str | None) -> None:
 
 
 def own_address(name: str) -> str | None:
-    """Returns the one address of this host that a name stands for there; None if it is not one of its own.
+    """Returns the one address of this host to which a name resolves; None if it resolves to others, or to several.
 
-    Of a name with one address of each version of IP it is that of version 4: who knows the name tries both.
+    If a name has one IPv4 and one IPv6 address, it is the IPv4 address: hosts that connect by name try both.
 
     >>> own_address("127.0.0.1")
     '127.0.0.1'
@@ -240,14 +240,7 @@ def own_address(name: str) -> str | None:
 
 
 def _own_addresses(family: socket.AddressFamily) -> list[str]:
-    """Returns this host's addresses but the loopback, since host names do not resolve everywhere."""
-    found = []
-    for addresses in psutil.net_if_addrs().values():
-        for address in addresses:
-            if (
-                address.family == family
-                and not address.address.startswith("127.")
-                and address.address != "::1"
-            ):
-                found.append(address.address)
-    return found
+    """Returns this host's addresses without the loopback, since host names do not resolve everywhere."""
+    addresses = (each for interface in psutil.net_if_addrs().values() for each in interface)
+    texts = [each.address for each in addresses if each.family == family]
+    return [text for text in texts if not text.startswith("127.") and text != "::1"]

@@ -1,4 +1,4 @@
-"""Where the ranks run: what each says of itself when it joins, and its place on its node and among the nodes."""
+"""Where the ranks run: how each describes itself when it joins, and its place on its node and among the nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlacement:
-    """A rank's place on its node and among the nodes, worked out by rank 0 for all ranks."""
+    """A rank's place on its node and among the nodes, computed by rank 0 for all ranks."""
 
     node_rank: int
     nodes: int
@@ -37,9 +37,9 @@ class RankPlacement:
 
 
 def place_ranks(ranks: Sequence[RankInfo]) -> list[RankPlacement]:
-    """Works out every rank's place on its node, and its node's place among the nodes; `ranks` in the order of rank.
+    """Computes every rank's place on its node, and its node's place among the nodes; `ranks` are in order.
 
-    The launcher's local rank is kept where it gave one for each rank of the node. It is never rank % n, because ranks
+    The launcher's local ranks are kept if it gave one to each rank of the node. They are never rank % n, because ranks
     may be spread over the nodes in any way.
     """
     nodes: dict[str, list[RankInfo]] = {}
@@ -65,7 +65,7 @@ def place_ranks(ranks: Sequence[RankInfo]) -> list[RankPlacement]:
 
 
 def describe_layout(ranks_per_node: Sequence[int]) -> str:
-    """Says how ranks are spread over nodes.
+    """Describes how ranks are spread over nodes.
 
     >>> describe_layout([4, 4]), describe_layout([3, 1]), describe_layout([1])
     ('2 nodes x 4', '2 nodes: 3 + 1', '1 node x 1')

@@ -1,4 +1,4 @@
-"""The run directory that all ranks share, and what happens to its failures."""
+"""The run directory that all ranks share, in which their failures are recorded."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def open_run(
     """Makes a run directory on rank 0 and opens it on all ranks. Failures are recorded there from now on.
 
     With `resume="auto"` it is the newest unfinished run of this name and with this config, if there is one; with
-    "must" there has to be one; a path is the run directory to resume. What was saved there is the caller's to load. A
-    run that is done counts as unfinished while the script that trained it has not ended without an error. If
-    HEADWAY_RUN names a run directory, as it does in a job that `headway submit` made, it is that one.
+    "must" there has to be one; a path is the run directory to resume. The caller loads its checkpoints. A run that is
+    done counts as unfinished until the script that trained it has ended without an error. If HEADWAY_RUN names a run
+    directory, as it does in a job of `headway submit`, that one is opened.
 
     >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4}, resume="auto")
     """
@@ -41,7 +41,7 @@ def open_run(
 
 
 def choose_run(root: str | Path, *, name: str, config: object, resume: str | Path) -> Choice:
-    """Does what `open_run` does, but may resume an earlier run: see `headway.run.choice`."""
+    """Chooses the run on rank 0, as `open_run` does, and also returns why: see `headway.run.choice`."""
 
     def choose_on_root() -> dict[str, Any]:
         here = world()
@@ -67,18 +67,16 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
 
 
 def note_script(run: Run, attempt: int | None = None) -> None:
-    """Notes in a run that is finished, or about to be, that its script has not ended, and when it has.
+    """Records in a finished run, or one about to be, that its script has not ended, and later that it has.
 
-    A script that is killed in between, while it tests or exports its model, is to find this run again, and not to
-    train another one. `attempt` is the one that finishes it; None if an earlier one has.
+    If the script is killed in between, while it tests or exports its model, the same command opens this run again
+    instead of training another one. `attempt` is the one that finishes the run; None if an earlier one has.
     """
-    if hasattr(sys, "ps1"):  # a notebook or a prompt: what follows is not known, and no command repeats it
+    if hasattr(sys, "ps1"):  # a notebook or a prompt: no command repeats it
         return
-    if not is_initialized():  # the script has left the ranks already: nobody would note its end
+    if not is_initialized():  # the script has already left the ranks, so its end could not be recorded
         return
-    if (
-        multiprocessing.parent_process() is not None
-    ):  # not the script itself, and forked, it ends without `atexit`
+    if multiprocessing.parent_process() is not None:  # a child process; if forked, it ends without `atexit`
         return
     number = len(run.info()["attempts"]) if attempt is None else attempt
     if attempt is not None:
@@ -96,7 +94,7 @@ def _note_end(run: Run, attempt: int) -> None:
 def use_run(run: Run | None) -> None:
     """Records failures of this rank in `run` until it trains in another: for jobs whose code may not train at all.
 
-    None: this rank has no run, for the one it asked for is another process's.
+    With None this rank has no run, because another process owns the one that it requested.
 
     >>> use_run(Run.open(os.environ["HEADWAY_RUN"]))  # doctest: +SKIP
     """
@@ -111,7 +109,7 @@ def current_run() -> Run | None:
 
 @contextmanager
 def use_terminal(fd: int) -> Iterator[None]:
-    """Sends what people must see to `fd`, while this rank's stderr goes to its log file."""
+    """Writes the cause of a failure to `fd`, the screen, while this rank's stderr goes to its log file."""
     handler = current().failure_handler
     before, handler.terminal = handler.terminal, fd
     try:

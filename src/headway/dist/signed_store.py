@@ -4,7 +4,7 @@ torch's store is a port that every user of the node can connect to, list and wri
 the other ranks from it, so a stranger who changes one receives, and sends, what ranks exchange. Here each value is
 signed with the key of the launch, together with its name, so a value that a stranger has written, or copied from
 another name, raises. Counters (`add`) are not signed, keys can be removed, and an older value of the same name can be
-written back: that disturbs a run, and no more.
+written back: that can break a run, but it reveals nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def verify(key: bytes, context: str, signed: bytes) -> bytes:
 
 
 def _is_number(found: bytes) -> bool:
-    """Whether this is a counter: a signature is no number."""
+    """Whether this is a counter: a signature is never a number."""
     return found.removeprefix(b"-").isdigit()
 
 
@@ -67,7 +67,7 @@ class SignedStore(c10d.Store):
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         expected = (
             self._sign(key, expected_value) if expected_value else b""
-        )  # nothing: the key does not exist yet
+        )  # empty: the key does not exist yet
         found = self._inner.compare_set(key, expected, self._sign(key, desired_value))  # type: ignore[arg-type]
         return verify(self._key, f"the value of {key!r} in the store", found) if found else b""
 

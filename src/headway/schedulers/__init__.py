@@ -21,10 +21,10 @@ _SHIPPED = {"slurm": "headway.schedulers.slurm.scheduler:SlurmScheduler"}
 
 @cache
 def load(name: str) -> Scheduler:
-    """The scheduler of a name: one that ships with headway, or `module:Class`.
+    """Returns the scheduler of a name: one that ships with headway, or `module:Class`.
 
-    Names come from run directories, which may be other people's: a module that is not part of headway is imported only
-    if $HEADWAY_SCHEDULER names it.
+    Names come from run directories, which may belong to other people: a module that is not part of headway is imported
+    only if $HEADWAY_SCHEDULER names it.
 
     >>> load("slurm").label
     'SLURM'
@@ -46,33 +46,33 @@ def load(name: str) -> Scheduler:
 
 
 def shipped() -> list[Scheduler]:
-    """The schedulers that headway knows by itself."""
+    """Returns the schedulers that ship with headway."""
     return [load(name) for name in _SHIPPED]
 
 
 def environment(scheduler: Scheduler) -> dict[str, str]:
-    """The variables by which the processes of a job find their scheduler."""
+    """Returns the variables by which the processes of a job find their scheduler."""
     return {} if scheduler.name in _SHIPPED else {SCHEDULER: scheduler.name}
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> JobIds | None:
-    """The job in which this process runs; None outside of a job."""
+    """Returns the job in which this process runs; None outside of a job."""
     return next((ids for scheduler in _candidates(environ) if (ids := scheduler.detect(environ))), None)
 
 
 def node(environ: Mapping[str, str] = os.environ) -> AllocatedNode | None:
-    """The node of a job on which this process runs, if a scheduler has started it there."""
+    """Returns the node of a job on which this process runs, if a scheduler has started it there."""
     return next((found for scheduler in _candidates(environ) if (found := scheduler.node(environ))), None)
 
 
 def local_disk(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The job's directory on this node's own disk, if its scheduler gives it one."""
+    """Returns the job's directory on this node's own disk, if its scheduler provides one."""
     found = (scheduler.local_disk(environ) for scheduler in _candidates(environ))
     return next((directory for directory in found if directory), None)
 
 
 def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
-    """When the time of this process's job is over, in seconds since 1970; None if there is no limit, or no job.
+    """Returns when the time of this process's job is over, in seconds since 1970; None if there is no limit, or no job.
 
     >>> end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1800000000"})
     1800000000.0
@@ -82,13 +82,13 @@ def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that a scheduler has set for this process."""
+    """Returns the variables that a scheduler has set for this process."""
     prefixes = tuple(prefix for scheduler in _candidates(environ) for prefix in scheduler.variables)
     return {name: value for name, value in environ.items() if name.startswith(prefixes)}
 
 
 def describe(ids: JobIds) -> str:
-    """A job as messages name it.
+    """Returns the name of a job for messages.
 
     >>> describe(JobIds(scheduler="slurm", job_id="7"))
     'SLURM job 7'
@@ -100,7 +100,7 @@ def describe(ids: JobIds) -> str:
 
 
 def cancel_command(ids: JobIds) -> str:
-    """The command line by which people cancel a job."""
+    """Returns the command line by which people cancel a job."""
     try:
         return load(ids.scheduler).commands(ids)["cancel"]
     except UsageError:
@@ -108,16 +108,16 @@ def cancel_command(ids: JobIds) -> str:
 
 
 def is_earlier_start(ids: JobIds | None, ours: JobIds | None) -> bool:
-    """Whether `ids` are those of an earlier start of our own job."""
+    """Whether `ids` name an earlier start of our own job."""
     if ids is None or ours is None or ids.scheduler != ours.scheduler:
         return False
     return load(ours.scheduler).is_earlier_start(ids, ours)
 
 
 def is_gone(ids: JobIds | None, ours: JobIds | None) -> bool | None:
-    """Whether no process of another job is left, as far as our own job can know; None without evidence.
+    """Whether no process of another job is left, as far as our own job can determine; None without evidence.
 
-    Only the cluster on which we are ourselves is asked: elsewhere the same number is another job.
+    Only the cluster of our own job is asked: elsewhere the same number is another job.
     """
     if ids is None or ours is None or ids.scheduler != ours.scheduler:
         return None
@@ -129,14 +129,14 @@ def is_gone(ids: JobIds | None, ours: JobIds | None) -> bool | None:
 
 
 def queue(jobs: Iterable[JobIds | None]) -> Queue:
-    """What their schedulers know about these jobs, each scheduler asked once."""
+    """Returns the statuses of these jobs; each scheduler is asked once."""
     by_scheduler: dict[str, list[JobIds]] = {}
     for ids in jobs:
         if ids is not None:
             by_scheduler.setdefault(ids.scheduler, []).append(ids)
-    found = [_queue(name, some) for name, some in by_scheduler.items()]
-    statuses = {key: status for each in found for key, status in each.statuses.items()}
-    return Queue(statuses=statuses, note="; ".join(each.note for each in found if each.note) or None)
+    queues = [_queue(name, own) for name, own in by_scheduler.items()]
+    statuses = {key: status for found in queues for key, status in found.statuses.items()}
+    return Queue(statuses=statuses, note="; ".join(found.note for found in queues if found.note) or None)
 
 
 def _queue(name: str, jobs: list[JobIds]) -> Queue:

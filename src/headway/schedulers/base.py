@@ -1,4 +1,4 @@
-"""The interface to a scheduler: how headway gets nodes, learns which job it is in, and starts a job again.
+"""The interface to a scheduler: how headway gets nodes, determines which job it is in, and starts a job again.
 
     ids = scheduler.submit(request, script=Path("job.sh"))     # from a login node
     scheduler.queue([ids]).find(ids)                           # JobStatus(state="queued", why="Priority")
@@ -7,7 +7,7 @@
     scheduler.end_time(os.environ)                             # seconds since 1970
     scheduler.requeue(ids)
 
-An implementation is a class without arguments: what it needs to know is in the request, the ids or the environment.
+An implementation is a class without arguments: its methods get all facts from the request, the ids or the environment.
 Everything that passes through the interface is a frozen dataclass of plain values.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, final
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 EndedBy = Literal["time limit", "requeue", "cancel"]
-"""why a scheduler ends a job that runs; after a requeue (a preemption, for example) it starts the job again itself"""
+"""why a scheduler ends a running job; after a requeue (a preemption, for example) it starts the job again itself"""
 
 
 @final
@@ -41,7 +41,7 @@ class JobIds:
 
     @property
     def number(self) -> str:
-        """The job as people and the scheduler's own programs call it; of an array, one of its jobs.
+        """The number that people and the scheduler's own programs use for the job, or for one job of an array.
 
         >>> JobIds(scheduler="slurm", job_id="9", array_job_id="7", array_task_id="2").number
         '7_2'
@@ -60,7 +60,7 @@ class JobIds:
         return int(self.restart_count) if self.restart_count.isdecimal() else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The plain values that run.json and the run's lock keep.
+        """Returns plain values for run.json and the run's lock.
 
         >>> JobIds(scheduler="slurm", job_id="7").to_dict()
         {'scheduler': 'slurm', 'ids': {'job_id': '7', 'restart_count': '0'}}
@@ -70,7 +70,7 @@ class JobIds:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> JobIds | None:
-        """The ids in a record; None if it has none. Records of older versions hold them under `slurm`."""
+        """Returns the ids in a record; None if it has none. Records of older versions hold them under `slurm`."""
         ids = values.get("ids") or values.get("slurm") or {}
         if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
             return None
@@ -79,7 +79,7 @@ class JobIds:
 
     @classmethod
     def from_submission(cls, values: Mapping[str, Any]) -> JobIds | None:
-        """The job that submitted.json names; None if the run was not submitted to a scheduler."""
+        """Returns the job that submitted.json names; None if the run was not submitted to a scheduler."""
         if "job_id" not in values:
             return None
         job, task, cluster = str(values["job_id"]), values.get("array_task"), values.get("cluster")
@@ -98,7 +98,7 @@ _ID_NAMES = ("cluster_name", "job_id", "step_id", "array_job_id", "array_task_id
 @final
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What a job needs and what it runs."""
+    """The resources that a job needs, and the commands that it runs."""
 
     name: str
     directory: Path
@@ -116,7 +116,7 @@ class JobRequest:
     nodes: int = 1
     """the number of nodes, or the least if `max_nodes` is larger"""
     max_nodes: int | None = None
-    """the most nodes, as many of which as are free the job gets; None for as many as `nodes`"""
+    """the most nodes; the job gets as many as are free. None for as many as `nodes`"""
     nproc_per_node: int = 1
     """the number of ranks that an agent starts on its node"""
     is_array: bool = False
@@ -141,12 +141,12 @@ class JobRequest:
 @final
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """What a scheduler knows about one job: its state, and why where that is not plain."""
+    """A scheduler's view of one job: its state, and the reason where it is not obvious."""
 
     state: JobState
     why: str = ""
     started: float | None = None
-    """when it started last, in seconds since 1970; None if that is not known"""
+    """when it last started, in seconds since 1970; None if that is not known"""
 
     @property
     def is_over(self) -> bool:
@@ -156,7 +156,7 @@ class JobStatus:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """The jobs that a scheduler still knows; `note` says why it may not be all of them."""
+    """The jobs of which a scheduler has a record; `note` explains why some may be missing."""
 
     statuses: Mapping[tuple[str, str], JobStatus] = field(default_factory=dict)
     """by scheduler and number"""
@@ -174,9 +174,9 @@ class AllocatedNode:
     index: int
     count: int
     host: str
-    """its name, as the other nodes know it"""
+    """its name on the network of the cluster"""
     cpus: int | None = None
-    """how many CPUs the job has there, where the kernel does not limit them by itself"""
+    """how many CPUs the job has there, if the kernel does not enforce it"""
 
 
 @final
@@ -190,10 +190,10 @@ class Health:
 
 
 class Scheduler(ABC):
-    """A batch scheduler: it submits jobs, requeues them, and knows which job a process is in."""
+    """A batch scheduler: it submits jobs, requeues them, and detects which job a process is in."""
 
     name: ClassVar[str]
-    """for run.json and job.json: `slurm`, or `module:Class` for one that headway does not ship"""
+    """for run.json and job.json: `slurm`, or `module:Class` for one that does not ship with headway"""
     label: ClassVar[str]
     """for people: SLURM"""
     variables: ClassVar[tuple[str, ...]]
@@ -203,11 +203,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def detect(self, environ: Mapping[str, str]) -> JobIds | None:
-        """The job in whose environment this is; None outside of a job."""
+        """Returns the job that `environ` belongs to; None outside of a job."""
 
     @abstractmethod
     def node(self, environ: Mapping[str, str]) -> AllocatedNode | None:
-        """The node on which a process of the job's step runs; None for other processes."""
+        """Returns the node on which a process of the job's step runs; None for other processes."""
 
     def node_count(self, environ: Mapping[str, str]) -> int | None:  # noqa: ARG002
         """Returns how many nodes the job of this environment was given; None if it has as many as it asked for."""
@@ -215,15 +215,15 @@ class Scheduler(ABC):
 
     @abstractmethod
     def end_time(self, environ: Mapping[str, str]) -> float | None:
-        """When the job's time is over, in seconds since 1970; None if there is no limit, or no job."""
+        """Returns when the job's time is over, in seconds since 1970; None if there is no limit, or no job."""
 
     def time_limit_s(self, environ: Mapping[str, str]) -> float | None:  # noqa: ARG002
-        """How long this start of the job may take; None if that is not known."""
+        """Returns how long this start of the job may take; None if that is not known."""
         return None
 
     @abstractmethod
     def local_disk(self, environ: Mapping[str, str]) -> str | None:
-        """A directory of the job on the node's own disk; None if there is none."""
+        """Returns a directory of the job on the node's own disk; None if there is none."""
 
     @abstractmethod
     def is_earlier_start(self, ids: JobIds, ours: JobIds) -> bool:
@@ -237,14 +237,14 @@ class Scheduler(ABC):
 
     @abstractmethod
     def script(self, request: JobRequest) -> str:
-        """The text of the job's script: a pure function of the request."""
+        """Returns the text of the job's script: a pure function of the request."""
 
     @abstractmethod
     def submit(self, request: JobRequest, script: Path) -> JobIds:
-        """Submits a job that runs `script`, which holds what `script(request)` gave.
+        """Submits a job that runs `script`, a file with the text of `script(request)`.
 
-        `UsageError` says that the scheduler refuses it, `SchedulerUnreachable` that it could not be asked; after any
-        other exception the job may be in the queue.
+        Raises `UsageError` if the scheduler refuses the job, and `SchedulerUnreachable` if the request did not reach
+        it; after any other exception the job may be in the queue.
         """
 
     @abstractmethod
@@ -255,7 +255,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def queue(self, jobs: Iterable[JobIds]) -> Queue:
-        """What the scheduler knows about these jobs, asked once for all of them."""
+        """Returns the statuses of these jobs, with one request to the scheduler for all of them."""
 
     @abstractmethod
     def requeue(self, ids: JobIds) -> str | None:
@@ -267,12 +267,12 @@ class Scheduler(ABC):
 
     @abstractmethod
     def is_gone(self, ids: JobIds) -> bool | None:
-        """Whether no process of a job is left; False if it is suspended and will come back, None if unknown."""
+        """Whether no process of a job is left; False if it is suspended and will resume, None if unknown."""
 
     def ended_by(self, ids: JobIds) -> EndedBy | None:  # noqa: ARG002
-        """Why the scheduler ends this start of a job, whose processes have got SIGTERM.
+        """Returns why the scheduler ends this start of a job, whose processes have received SIGTERM.
 
-        None if it does not answer: then the job's end time counts.
+        None if it does not answer: then the job's end time decides.
         """
         return "cancel"
 
@@ -280,12 +280,12 @@ class Scheduler(ABC):
 
     @abstractmethod
     def commands(self, ids: JobIds) -> Mapping[Literal["look", "cancel"], str]:
-        """The scheduler's own command lines by which people look at a job and cancel it."""
+        """Returns the scheduler's own command lines by which people look at a job and cancel it."""
 
     @abstractmethod
     def submit_command(self, script: Path) -> str:
-        """The scheduler's own command line by which people submit a script again."""
+        """Returns the scheduler's own command line by which people submit a script again."""
 
     @abstractmethod
     def health(self, environ: Mapping[str, str]) -> Health | None:
-        """Whether the scheduler answers; None if it is not installed on this machine."""
+        """Returns whether the scheduler answers; None if it is not installed on this machine."""

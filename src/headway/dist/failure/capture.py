@@ -1,4 +1,4 @@
-"""What is recorded about an uncaught exception, and how to exit from a process that may be stuck.
+"""Records uncaught exceptions, and exits from a process that may be stuck.
 
 An error that only follows from another rank's exit, such as "connection reset by peer" in a collective, is marked as an
 echo and never counts as the cause.
@@ -23,7 +23,7 @@ from headway.errors import INTERRUPTED, HeadwayError, RunLocked
 from headway.system.redact import redact
 
 _FLUSH_S = 2.0
-"""how long a process that exits may wait for whoever reads its output"""
+"""how long a process that exits may wait for the reader of its output"""
 _READER = "the process that read it was ended; under SLURM that is slurmstepd on this node"
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out (after )?waiting|"
@@ -35,7 +35,7 @@ _PROCESS_GROUP = re.compile(r"/gloo/|\bNCCL\b|\bc10d\b")
 """in the text of plain RuntimeErrors of torch's process group: gloo's begin with the file and line that raised them"""
 
 HEARTBEAT = Heartbeat()
-"""what this rank is doing; the training loop updates it at every step"""
+"""the heartbeat of this rank; the training loop updates it at every step"""
 
 
 def set_phase(phase: str, step: int | None = None) -> None:
@@ -50,7 +50,7 @@ def set_phase(phase: str, step: int | None = None) -> None:
 
 
 def no_hang_check() -> AbstractContextManager[None]:
-    """Switches off the check for hangs while the block runs, which may take any time.
+    """Switches off the check for hangs while the block runs, however long that takes.
 
     >>> with no_hang_check():
     ...     upload(checkpoint)
@@ -105,7 +105,7 @@ def is_echo(error: BaseException) -> bool:
 
 def hard_exit(code: int) -> None:
     """Ends this process now, even if threads are stuck in a collective or in a full pipe."""
-    exit_within(_FLUSH_S, code)  # flushing may block for ever
+    exit_within(_FLUSH_S, code)  # flushing may block forever
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a closed pipe or stream
             stream.flush()

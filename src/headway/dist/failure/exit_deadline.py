@@ -1,7 +1,7 @@
 """The end of a process in bounded time and with its exit code, whatever threads and children it still has.
 
-Python joins threads and child processes when it exits, without a limit: one that never ends keeps the process, its
-allocation and its exit code, on which the scheduler waits.
+Python joins threads and child processes when it exits, without a limit: one that never ends keeps the process alive,
+and the scheduler waits for its exit code and keeps its nodes allocated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2  # of Linux
 
 
 def exit_within(seconds: float, code: int) -> None:
-    """Ends this process with `code` after `seconds`, from C: whether or not the interpreter still runs."""
+    """Ends this process with `code` after `seconds`, from C, so that it works even if the interpreter is stuck."""
     event = _SigEvent(value=code, signo=0, notify=_SIGEV_THREAD)
     times = _TimerSpec(0, 0, int(seconds), int(seconds % 1 * 1e9))
     timer = ctypes.c_void_p()
@@ -80,11 +80,11 @@ def limit_exit(
     finalize_s: float = _REPORT_S,
     others_are_late: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Lets the exit of this process, which begins now, take at most `seconds`; then names what is alive and exits.
+    """Limits the exit of this process, which begins now, to `seconds`; then reports what is still alive and exits.
 
-    Call it when the exit code is known and nothing can keep the process from exiting. With `python -i` it does not.
-    Once its threads and hooks have ended, the interpreter has `finalize_s` more. So it has if `others_are_late` returns
-    that this process only waits for others, and has seen to it that these are ended.
+    Call it when the exit code is known and the process is to exit. It does nothing under `python -i`. Once threads and
+    hooks have ended, the interpreter has `finalize_s` more. It also has that time if `others_are_late` returns True:
+    this process only waits for other ranks, and `others_are_late` has made sure that they are ended.
     """
     if sys.flags.inspect:
         return
@@ -101,10 +101,10 @@ def limit_exit(
 
 
 def limit_normal_exit(why: str, seconds: float, others_are_late: Callable[[], bool] = lambda: False) -> None:
-    """Lets the exit of this process take at most `seconds` when its script ends, by itself or by `sys.exit`.
+    """Limits the exit of this process to `seconds` when its script ends, by itself or by `sys.exit`.
 
-    A thread that never ends, or a hook of `atexit`, is a hang like any other: the process exits with code 1, or with
-    the one of `sys.exit` that `ExitCode` has seen.
+    A thread or a hook of `atexit` that never ends is a hang like any other: the process exits with code 1, or with the
+    code of `sys.exit` that `ExitCode` has noted.
     """
     rank = os.getpid()
 
@@ -124,10 +124,10 @@ def limit_normal_exit(why: str, seconds: float, others_are_late: Callable[[], bo
 
 @final
 class ExitCode:
-    """The code of the `sys.exit` that ends the script: when the process exits, Python tells it to nobody.
+    """The code of the `sys.exit` that ends the script, which Python does not expose to hooks at exit.
 
-    One that the script catches does not count. `raise SystemExit(3)` is not seen, nor is a `sys.exit` that was imported
-    by name before `watch`. `os._exit(0)` ends the script as well, and calls no hook but `before_os_exit`.
+    A `sys.exit` that the script catches does not count. `raise SystemExit(3)` is not noted, nor is a `sys.exit` that
+    was imported by name before `watch`. `os._exit(0)` ends the script as well, and calls no hook but `before_os_exit`.
     """
 
     def __init__(self) -> None:
@@ -138,15 +138,15 @@ class ExitCode:
         self._pid = 0
 
     def watch(self, before_os_exit: Callable[[], object] | None = None) -> None:
-        """Replaces `sys.exit` by a function that does the same, and whose code is noted once nothing catches it."""
+        """Replaces `sys.exit` by a function that does the same, and notes the code if nothing catches the exception."""
         if self._usual is None:
             self.given, self._usual, self._usual_os_exit = 0, sys.exit, os._exit
             sys.exit, os._exit = self._exit, self._os_exit
-        # a forked child that joins a group has an end of its own
+        # a forked child that joins a group exits on its own
         self._before_os_exit, self._pid = before_os_exit, os.getpid()
 
     def restore(self) -> None:
-        """Restores `sys.exit`; what was noted stays."""
+        """Restores `sys.exit` and `os._exit`; the noted code stays."""
         if self._usual is not None and sys.exit == self._exit:
             sys.exit = self._usual
         if self._usual is not None and os._exit == self._os_exit:
@@ -159,7 +159,7 @@ class ExitCode:
             # a forked child is another process
             if status == 0 and before is not None and os.getpid() == self._pid:
                 before()
-        except BaseException as error:  # noqa: BLE001 - os._exit raises nothing, so this is the last to hear of it
+        except BaseException as error:  # noqa: BLE001 - os._exit raises nothing, so nothing above could catch it
             status = HUNG_CODE
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
@@ -169,13 +169,13 @@ class ExitCode:
 
     def _exit(self, status: str | int | None = None, /) -> NoReturn:
         if threading.current_thread() is not threading.main_thread():
-            raise SystemExit(status)  # it ends its thread alone, which knows this very class
+            raise SystemExit(status)  # it ends only its thread, and threading checks for exactly this class
         raise _WatchedExit(status, self)
 
 
 @final
 class _WatchedExit(SystemExit):
-    """Notes its code when the interpreter itself asks for it, which it does once no code has caught the exception."""
+    """Notes its code when the interpreter itself reads it, which happens only if no code has caught the exception."""
 
     def __init__(self, status: str | int | None, noted_by: ExitCode) -> None:
         super().__init__(status)
@@ -194,7 +194,7 @@ class _WatchedExit(SystemExit):
 
 
 EXIT_CODE = ExitCode()
-"""that of this process"""
+"""the exit code of this process"""
 
 
 def _report_and_exit(code: int, why: str, seconds: float) -> None:
@@ -226,10 +226,10 @@ def describe_survivors() -> list[str]:
 
 
 def _remove_temp_dir() -> None:
-    """Removes the directory in /tmp that multiprocessing has made for data workers: an `os._exit` would leave it.
+    """Removes the temporary directory that multiprocessing made for data workers, which an `os._exit` would leave.
 
-    Only that of this very process: a fork knows the directory of the process that it came from, whose data workers
-    could not send another batch without it.
+    It must belong to this process: a fork also has the directory of its parent, whose data workers could not send
+    another batch without it.
     """
     directory = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if directory is None:
@@ -242,7 +242,7 @@ def _remove_temp_dir() -> None:
 def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
     """Ends the daemonic children of this process, such as data workers; for its exit.
 
-    Python's own exit sends them SIGTERM and then waits for ever, for one that is stuck in the kernel, too.
+    Python's own exit sends them SIGTERM and then waits forever, even for one that is stuck in the kernel.
     """
     if not (children := _own_daemonic_children()):
         return
@@ -250,14 +250,14 @@ def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
     for end in (BaseProcess.terminate, BaseProcess.kill):
         children = _end(children, end, timeout_s)
     for child in children:
-        # not joined again by multiprocessing, which would wait for the file system that this one is stuck in
+        # multiprocessing would join it again, and wait for the file system in which it is stuck
         multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]
 
 
 def _own_daemonic_children() -> list[BaseProcess]:
     """Returns the daemonic children of this process.
 
-    One that was forked without multiprocessing still lists the children of the process it came from.
+    A process that was forked without multiprocessing still lists the children of its parent.
     """
     return [
         child

@@ -1,4 +1,4 @@
-"""A run that makes no progress: which ranks hold it up, which ones only wait, and the report for people. No torch.
+"""Analyzes a run that makes no progress: which ranks hold it up, which only wait, and the report. No torch.
 
 The hub collects the statuses of ranks over its connections, a node agent from shared memory; the analysis is the same.
 Suspects are ranks that are stopped or do not reply; else those that are behind in steps; else those that have ended
@@ -28,7 +28,7 @@ WAITING_IN = {
 }
 """headway's functions in which a rank waits for others"""
 OWN_THREADS = ("testing/", "dist/control/", "run/lock.py")
-"""headway's own threads beside the main one, which say nothing about a hang"""
+"""modules of headway's own threads, whose stacks do not explain a hang"""
 _WAITS = re.compile(
     r"distributed_c10d\.py|in _engine_run_backward|in barrier$|"
     + "|".join(rf"/headway/{path}\", line \d+ in ({names})$" for path, names in WAITING_IN.items()),
@@ -155,7 +155,7 @@ def _place(one: RankStatus) -> str:
 
 
 def _fault(suspected: Sequence[RankStatus]) -> str:
-    """Says what the suspects, which reply, have done or not done."""
+    """Describes what suspects that reply have done or not done."""
     epoch = suspected[0].ended_epoch
     if epoch is None:
         return _plural(suspected, "is behind the others", "are behind the others")
@@ -168,7 +168,7 @@ def _plural(statuses: Sequence[RankStatus], one: str, many: str) -> str:
 
 
 def _report(statuses: Sequence[RankStatus]) -> str:
-    """Says where every rank is; ranks in the same place share a paragraph."""
+    """Describes where every rank is; ranks in the same place share a paragraph."""
     return "\n\n".join(
         f"{who}{text}" for who, text in group_equal((one.rank, _describe(one)) for one in statuses)
     )
@@ -184,7 +184,7 @@ def _describe(one: RankStatus) -> str:
 
 
 def trim_stack(dump: str) -> str:
-    """Removes from a dump of faulthandler what differs between ranks, and headway's own threads and frames."""
+    """Removes what differs between ranks, and headway's own threads and frames, from a dump of faulthandler."""
     threads = []
     for block in dump.split("\n\n"):
         heading, *frames = block.split("\n")
@@ -221,7 +221,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def condition(pid: int) -> Condition:
-    """Returns what the kernel says about a process of this machine."""
+    """Returns the state of a process of this machine, from the kernel."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:  # the process has exited, or the system has no /proc

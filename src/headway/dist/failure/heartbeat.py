@@ -3,7 +3,7 @@
 The training loop calls `move` at every step, so it must cost next to nothing: it reads a clock and stores some bytes.
 The bytes are in memory shared with the node agent (a mapped file in the directory that HEADWAY_HEARTBEAT names), which
 can read them even if the rank is stopped. From time to time the rank sets a timer of faulthandler, which writes the
-stacks of all threads to stderr if nothing else has noticed that the rank makes no progress.
+stacks of all threads to stderr if neither the hub nor the agent has detected the hang before.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SLACK = 10.0  # a step may take this many times its usual time, if that is more 
 
 _FILE_BYTES = 4096
 _FIXED = struct.Struct("<4q2d")  # version, pid, 1 if there is a step, step; moved, limit
-# Of these, step and moved. They are packed before they are stored: pack_into clears the memory first, and the agent
-# would now and then read a rank that has not moved since the machine was started.
+# Step and moved are packed before they are stored: pack_into clears the memory first, and the agent would now and then
+# read a rank that has not moved since the machine was started.
 _STEP_AND_TIME, _PACK_STEP_AND_TIME = slice(24, 40), struct.Struct("<qd").pack
 _TEXTS = (_FIXED.size, *(_FIXED.size + at for at in (64, 80, 96)), _FILE_BYTES)
 _PHASE, _OWNER, _ENDED_EPOCH, _RUN = range(4)  # of these texts
@@ -41,7 +41,7 @@ _VERSION = 1
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatReading:
-    """A heartbeat as read by another process; times are of this machine's monotonic clock."""
+    """A heartbeat as read by another process; times are on this machine's monotonic clock."""
 
     pid: int
     phase: str
@@ -50,7 +50,7 @@ class HeartbeatReading:
     limit: float
     run: str
     owner: int | None
-    """the number of the lock that the attempt holds on the run, if it does"""
+    """the number of the lock that the attempt holds on the run, if any"""
     ended_epoch: int | None = None
     """see `Heartbeat.ended_epoch`"""
 
@@ -95,7 +95,7 @@ class Heartbeat:
     def watch(self, period: float, *, rank: int = 0, directory: Path | None = None) -> None:
         """Sets how many seconds this rank may go without progress; 0 switches the check off.
 
-        The agent reads the heartbeat in `directory` in any case: it learns there what the ranks do, and in which run.
+        The agent reads the heartbeat in `directory` in any case, to know what the ranks do, and in which run.
         """
         self.period = period
         if directory is not None:
@@ -119,7 +119,7 @@ class Heartbeat:
             self._memory = None
 
     def move(self, phase: str, step: int | None) -> None:
-        """Records progress. Without a step, what follows may take any time."""
+        """Records progress. Without a step, the phase that follows has no time limit."""
         now = time.monotonic()
         self._moves += 1
         if phase != self.phase or now >= self._review or step is None or self.step is None:
@@ -150,7 +150,7 @@ class Heartbeat:
 
     @contextmanager
     def no_hang_check(self) -> Iterator[None]:
-        """Lets the block take any time, such as a download."""
+        """Sets no time limit for the block, such as a download."""
         self._unchecked += 1
         self._set_limit(math.inf)
         try:
@@ -180,7 +180,7 @@ class Heartbeat:
             self._memory[: _FIXED.size] = fixed
             _put(self._memory, _PHASE, self.phase)
         if limit != math.inf:
-            # late, so that the hub or the agent, which can tell which rank holds up the others, goes first
+            # late, so that the hub or the agent, which can determine which rank holds up the others, reports first
             faulthandler.dump_traceback_later(2.25 * limit, file=2)
         elif self._alarm_limit != math.inf:
             faulthandler.cancel_dump_traceback_later()

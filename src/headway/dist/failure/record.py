@@ -1,4 +1,4 @@
-"""The record of a failure, and how people see it. No torch, since node agents use it, too."""
+"""The record of a failure, and its text for people. No torch, since node agents use it, too."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def format_pointer(rank: int, record: Mapping[str, Any], where: Path | str | Non
 
 
 def is_native_crash(status: int) -> bool:
-    """Whether a process ended by a crash in native code, which gives its reason on standard error, if at all."""
+    """Whether a process crashed in native code, which explains itself on standard error, if at all."""
     return status < 0 and signal.Signals(-status).name in _NATIVE_CRASHES
 
 
 def describe_exit_status(status: int) -> str:
-    """Says how a process ended, from its return code as `subprocess` gives it.
+    """Describes how a process ended, from its return code in the convention of `subprocess`.
 
     >>> describe_exit_status(-9)
     'was killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)'

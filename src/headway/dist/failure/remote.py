@@ -1,4 +1,4 @@
-"""Exceptions between ranks, as JSON and never as pickle."""
+"""Sends exceptions between ranks, as JSON and never as pickle."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _args(error: BaseException) -> tuple[object, ...]:
 
 
 def unpack(packed: dict[str, Any]) -> BaseException:
-    """Rebuilds an exception, of the same class if this process knows it, with the original traceback as its cause.
+    """Rebuilds an exception, of the same class if this process has it, with the original traceback as its cause.
 
-    Only classes that are imported here already are looked up, and their __init__ is not run: a message can name an
+    Only classes that this process has imported are looked up, and their __init__ is not run: a message can name an
     exception, but not execute anything.
     """
     found: Any = sys.modules.get(packed["module"])
@@ -54,7 +54,7 @@ def unpack(packed: dict[str, Any]) -> BaseException:
 
 
 def _with_text(error: BaseException) -> BaseException | None:
-    """The exception; None if it cannot be printed, as its text needs attributes that its `__init__` would set."""
+    """Returns the exception; None if it cannot be printed, because `__init__` was to set what its text needs."""
     try:
         str(error)
     except Exception:  # noqa: BLE001  whatever the class's own code raises

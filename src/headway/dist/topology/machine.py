@@ -197,8 +197,7 @@ def _nics(directory: Path, *, default: str | None) -> list[Nic]:
         nics.append(
             Nic(
                 name=entry.name,
-                up=_text(entry / "operstate")
-                in ("up", "unknown"),  # lo and tunnels have no carrier to know of
+                up=_text(entry / "operstate") in ("up", "unknown"),  # lo and tunnels have no carrier
                 mbits=int(speed) if speed is not None and speed > 0 else None,
                 virtual=bool(virtual_prefix(entry.name)),
                 default=entry.name == default,

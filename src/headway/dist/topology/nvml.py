@@ -85,9 +85,7 @@ def _session() -> Iterator[bool]:
     """Yields whether there is a driver that responds."""
     try:
         nv.nvmlInit()
-    except (
-        nv.NVMLError
-    ):  # also "Unknown Error": a container that has lost its devices, as when systemd is reloaded
+    except nv.NVMLError:  # also "Unknown Error": a container lost its devices, as when systemd is reloaded
         yield False
         return
     try:

@@ -1,4 +1,4 @@
-"""The one way in which headway runs SLURM's programs."""
+"""The client for SLURM's programs, through which all of headway runs them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headway.system.environment import EARLIER_STARTS, HEARTBEAT, RENDEZVOUS, RU
 
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 _OF_A_JOB = (RUN, SMOKE, STAGED, RENDEZVOUS, HEARTBEAT, EARLIER_STARTS)
-"""what headway sets in one job, and a job that is submitted from it must not inherit"""
+"""variables that headway sets in a job, and that a job submitted from there must not inherit"""
 _NOT_INSTALLED, _TIMED_OUT = 127, 124
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SlurmAnswer:
-    """What one of SLURM's programs answered. A program that is missing or too slow has answered with an error."""
+    """The answer of one of SLURM's programs. A program that is missing or too slow counts as an error."""
 
     code: int
     out: str = ""
@@ -46,13 +46,13 @@ class SlurmAnswer:
 
     @property
     def lines(self) -> list[str]:
-        """The output's lines that hold something; none after an error."""
+        """The lines of the output that are not blank; none after an error."""
         return [line.strip() for line in self.out.splitlines() if line.strip()] if self.code == 0 else []
 
 
 @final
 class SlurmClient:
-    """Runs SLURM's programs, without the variables of a job in which this process may be itself.
+    """Runs SLURM's programs, without the variables of the job in which this process itself may run.
 
     >>> SlurmClient().run("squeue", "--me").lines  # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""SLURM's view of jobs: squeue for those that it still holds in memory, sacct for the rest."""
+"""SLURM's view of jobs: squeue for those that the controller has in memory, sacct for the rest."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _WITHOUT_PROCESSES = (
 
 
 def job_status(state: str, reason: str = "", started: str = "") -> JobStatus:
-    """What one of SLURM's state words means; `started` is when the job started last, as SLURM writes it.
+    """Translates one of SLURM's state words; `started` is when the job last started, as SLURM writes it.
 
     >>> job_status("PENDING", "Priority")
     JobStatus(state='queued', why='Priority')
@@ -68,7 +68,7 @@ def job_status(state: str, reason: str = "", started: str = "") -> JobStatus:
 
 
 def parse_time(text: str) -> float | None:
-    """A moment as SLURM writes it, in seconds since 1970; None for N/A.
+    """Converts a time as SLURM writes it to seconds since 1970; None for N/A.
 
     >>> parse_time("N/A"), parse_time("Unknown")
     (None, None)
@@ -80,9 +80,9 @@ def parse_time(text: str) -> float | None:
 
 
 def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
-    """SLURM's view of this user's jobs; `jobs` are those to look up in its accounts if it has forgotten them.
+    """Returns the statuses of this user's jobs; those of `jobs` that squeue does not list are looked up in sacct.
 
-    A machine without SLURM has an empty queue; a SLURM that does not answer in time has one with a note.
+    Without SLURM on this machine the queue is empty; if SLURM does not answer in time, it has a note.
     """
     answer = client.run("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S")
     if answer.not_installed:
@@ -91,22 +91,22 @@ def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
     note = complaint[0] if answer.code and complaint else None
     statuses = dict(_parse(answer.out))
     unknown = {ids.job_id for ids in jobs if ("slurm", ids.number) not in statuses}
-    # others may have written what they like into their runs
+    # the ids may come from runs of other people: only well-formed ones reach the command line
     missing = sorted(filter(_JOB.fullmatch, unknown))
-    if missing:  # where SLURM keeps no accounts, nothing is added
+    if missing:  # without accounting, sacct adds nothing
         history = client.run("sacct", "-nPX", f"--jobs={','.join(missing)}", "--format=JobID,State,Reason")
         statuses = {**dict(_parse(history.out)), **statuses}
     return Queue(statuses=statuses, note=note)
 
 
 def is_gone(client: SlurmClient, job: str) -> bool | None:
-    """Whether squeue says that no process of a job is left; None when it runs, or when squeue does not know."""
+    """Whether squeue shows that no process of a job is left; None if it runs, or squeue does not answer."""
     answer = client.run("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
     if answer.code:
         return True if "Invalid job id specified" in answer.err else None
     states = answer.out.split()
     if any(state in _SUSPENDED for state in states):
-        return False  # its heartbeat stands still as well, and it will come back
+        return False  # its heartbeat has stopped as well, and the job will resume
     return True if all(state in _WITHOUT_PROCESSES for state in states) else None
 
 

@@ -1,4 +1,4 @@
-"""SLURM's refusals in words that help: what was asked for, what there is, what to change."""
+"""Explains SLURM's refusals: what was requested, what is available, what to change."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from headway.schedulers.slurm.script import node_range
 
 
 def refusal(complaint: str, request: JobRequest, client: SlurmClient) -> HeadwayError:
-    """The error for what sbatch said; the client is asked for what there is instead."""
-    lines = [re.sub(r"^\w+: (error: )?", "", line) for line in complaint.strip().splitlines()] or [
-        "no reason given"
-    ]
+    """Returns the error for a complaint of sbatch; `client` finds out what is available instead."""
     for pattern, explain in _EXPLAINED:
         if re.search(pattern, complaint, re.IGNORECASE):
             return UsageError(explain(request, client))
@@ -29,7 +26,8 @@ def refusal(complaint: str, request: JobRequest, client: SlurmClient) -> Headway
         return UsageError(
             "SLURM's programs are installed, but no cluster is configured: submit from a login node, or set SLURM_CONF"
         )
-    return UsageError(f"SLURM refuses the job: {lines[0]}")
+    first = re.sub(r"^\w+: (error: )?", "", complaint.strip().partition("\n")[0])
+    return UsageError(f"SLURM refuses the job: {first or 'no reason given'}")
 
 
 def _partition(request: JobRequest, client: SlurmClient) -> str:
@@ -113,7 +111,7 @@ _EXPLAINED: tuple[tuple[str, Callable[[JobRequest, SlurmClient], str]], ...] = (
 
 
 def partition_option(request: JobRequest) -> list[str]:
-    """The option by which sinfo shows the partitions of a job alone."""
+    """Returns the option by which sinfo shows only the partitions of a job."""
     partition = request.options.get("partition")
     return ["-p", partition] if partition else []
 
@@ -121,9 +119,5 @@ def partition_option(request: JobRequest) -> list[str]:
 def _instead(wrong: str, there: list[str]) -> str:
     if not there:
         return "; ask the site which there are"
-    close = get_close_matches(wrong, there, n=1)
-    return (
-        f"; did you mean {close[0]!r}? There are: " + ", ".join(dict.fromkeys(there))
-        if close
-        else ("; there are: " + ", ".join(dict.fromkeys(there)))
-    )
+    close, names = get_close_matches(wrong, there, n=1), ", ".join(dict.fromkeys(there))
+    return f"; did you mean {close[0]!r}? There are: {names}" if close else f"; there are: {names}"

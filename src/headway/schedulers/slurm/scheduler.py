@@ -23,20 +23,20 @@ from headway.system.text import format_duration
 _TIMEOUT_S = 120.0
 """how long a busy controller may take to answer a request that changes something"""
 _SLOW_START_S = 300.0
-"""from the start of a job to that of its training; after more, the clock is compared with the controller's"""
+"""how long after the start of a job training usually begins; later, the clock is compared with the controller's"""
 _CLOCK_ERROR_S = 60.0
-"""by which clocks may differ before the end of a job is corrected"""
+"""by how much clocks may differ before the end of a job is corrected"""
 _CONTROLLER_TIME = re.compile(r"^sdiag output at .*\((\d{9,})\)", re.MULTILINE)
 _REQUEUE_TRIES, _REQUEUE_PAUSE_S = 5, 2.0
 _TRANSIENT = re.compile(
     "timed out|unable to contact|try again|temporarily|connection|communication", re.IGNORECASE
 )
 _LOST_ANSWER = re.compile(r"timed out|(send|receive|shutdown) failure|zero bytes", re.IGNORECASE)
-"""what sbatch says when the controller may have got its request, and has not answered"""
+"""errors of sbatch after which the controller may have received the request without answering"""
 _NEVER_ASKED = re.compile("connect failure|connection refused", re.IGNORECASE)
-"""what it says last if there was no controller that could have got it"""
+"""its last error if no controller could have received the request"""
 _NUMBER = re.compile(r"^(\d+)(?:;(\S+))?$", re.MULTILINE)
-"""the number and the cluster of a job, as --parsable has it; programs of a site may print lines of their own"""
+"""the number and the cluster of a job, as --parsable prints them; programs of a site may print lines of their own"""
 _LOOK = "look with squeue whether the job is there before you try again"
 _ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
 
@@ -102,9 +102,9 @@ class SlurmScheduler(Scheduler):
         return slurm_queue.parse_time(first), slurm_queue.parse_time(second)
 
     def _clock_error_s(self, began: float | None) -> float:
-        """Returns how far this node's clock is ahead of the controller's, which says when the job ends.
+        """Returns how far this node's clock is ahead of the controller's, by which the job ends.
 
-        The controller is asked only where the clock says that this job began in the future, or long ago.
+        The controller is asked only if, by this clock, the job began in the future or long ago.
         """
         if began is None or 0 <= time.time() - began <= _SLOW_START_S:
             return 0.0
@@ -113,7 +113,7 @@ class SlurmScheduler(Scheduler):
         if abs(error) < _CLOCK_ERROR_S:
             return 0.0
         logger.warning(
-            "the clock of this node is %s %s that of SLURM's controller: the end of the job's time is corrected",
+            "the clock of this node is %s %s the clock of SLURM's controller: the end of the job's time is corrected",
             format_duration(abs(error)),
             "ahead of" if error > 0 else "behind",
         )
@@ -204,7 +204,7 @@ class SlurmScheduler(Scheduler):
         return Health(good=True, line=f"{_first_line(version)}{job}: {_first_line(ping)}")
 
     def _submit(self, request: JobRequest, script: Path, tasks: Sequence[int] | None) -> JobIds:
-        # the last of two options counts: a user's own --dependency was met when the job began that this one follows
+        # the last of two options counts: a user's own --dependency was met when the job that this one follows began
         words = [*options(request), *submit_options(request, tasks), str(script)]
         answer = self._sbatch(*words, env=request.env)
         lost = _LOST_ANSWER.search(answer.err) and not _NEVER_ASKED.search(answer.reason)
@@ -230,14 +230,14 @@ class SlurmScheduler(Scheduler):
         return answer
 
     def _change(self, *command: str, stdin: str = "", env: Mapping[str, str] | None = None) -> SlurmAnswer:
-        """Runs a program that changes something: whether it did is not known if it does not answer in time."""
+        """Runs a program that changes something; raises if it does not answer in time, as it may have had an effect."""
         answer = self._client.run(*command, stdin=stdin, env=env, timeout_s=_TIMEOUT_S)
         if answer.timed_out:
             raise HeadwayError(f"{answer.err}: SLURM's controller is busy or down; {_LOOK}")
         return answer
 
     def _time_limit(self, request: JobRequest) -> str | None:
-        """The longest time that the partitions of a job allow; None if there is no limit."""
+        """Returns the longest time that the partitions of a job allow; None if there is no limit."""
         partition = request.options.get("partition")
         answer = self._client.run("sinfo", "-ho", "%P %l", *partition_option(request))
         lines = [line.split() for line in answer.lines]
@@ -248,7 +248,7 @@ class SlurmScheduler(Scheduler):
 
 
 def _first_line(answer: SlurmAnswer) -> str:
-    """The first fact that a program printed."""
+    """Returns the first line that a program printed, with the next one if it is a heading."""
     lines = (answer.out + answer.err).strip().splitlines() or [f"exit code {answer.code}"]
-    first = lines[:2] if lines[0].endswith(":") else lines[:1]  # a heading says nothing by itself
+    first = lines[:2] if lines[0].endswith(":") else lines[:1]
     return " ".join(" ".join(first).split())

@@ -1,7 +1,7 @@
 """The job script: a pure function from a request to text. People may read it, keep it, and submit it by hand.
 
-It holds nothing that people wrote, except for their own shell lines: the command, its arguments and variables are in
-job.json, names and settings are checked when they are made, and paths are quoted.
+It contains no text of users except for their own shell lines: the command, its arguments and variables are in job.json,
+names and settings were checked, and paths are quoted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ exec {epilogue} "$run" --prologue $! \\
 
 
 def job_script(request: JobRequest) -> str:
-    """The text of the job script."""
+    """Returns the text of the job script."""
     path = _quoted(str(request.directory)) + ('/"$SLURM_ARRAY_TASK_ID"' if request.is_array else "")
     step, epilogue = " ".join(step_command(request)), _quoted(*request.epilogue)
     steps = (_PREPARED if request.prologue else _AGENTS).format(
@@ -71,9 +71,9 @@ def job_script(request: JobRequest) -> str:
 
 
 def options(request: JobRequest) -> list[str]:
-    """The options of sbatch, as words of a command line.
+    """Returns the options of sbatch, as words of a command line.
 
-    They are in the script, and on sbatch's command line as well: a user's SBATCH_* variables override the script.
+    They are in the script and on sbatch's command line, because a user's SBATCH_* variables override the script.
     """
     given: dict[str, object] = {
         "nodes": node_range(request),
@@ -90,7 +90,7 @@ def options(request: JobRequest) -> list[str]:
 
 
 def submit_options(request: JobRequest, tasks: Sequence[int] | None = None) -> list[str]:
-    """The options of sbatch that are not in the script. Names and paths are words here, which no shell reads."""
+    """Returns the options of sbatch that are not in the script. No shell parses the names and paths in them."""
     log = str(request.directory).replace("%", "%%") + ("/%a" if request.is_array else "")
     limit = f"%{request.array_limit}" if request.array_limit else ""
     given = [f"--array={_task_list(tasks)}{limit}"] if tasks is not None else []
@@ -99,7 +99,7 @@ def submit_options(request: JobRequest, tasks: Sequence[int] | None = None) -> l
 
 
 def step_command(request: JobRequest) -> list[str]:
-    """srun with its options: one task per node, which has all that the job was given there."""
+    """Returns srun with its options: one task per node, which gets all of the job's resources there."""
     per_rank = request.options.get("cpus-per-task")
     cpus = per_rank and per_rank * request.nproc_per_node
     nodes = '"$SLURM_JOB_NUM_NODES"' if _is_range(request) else request.nodes  # as many as the job was given
@@ -116,7 +116,7 @@ def step_command(request: JobRequest) -> list[str]:
 
 
 def node_range(request: JobRequest) -> str:
-    """The number of nodes as sbatch takes it: 2, or 1-2."""
+    """Returns the number of nodes in the form of sbatch: 2, or 1-2."""
     return f"{request.nodes}-{request.max_nodes}" if _is_range(request) else str(request.nodes)
 
 
@@ -125,16 +125,16 @@ def _is_range(request: JobRequest) -> bool:
 
 
 def _per_node(request: JobRequest) -> dict[str, object]:
-    """What each node of a range must have.
+    """Returns the options for what each node of a range must have.
 
-    Tasks are not counted: SLURM notes their number at the first start, and would wait for as many when it requeues.
+    They do not count tasks: SLURM would keep the number of the first start, and wait for as many after a requeue.
     """
     cpus = request.options.get("cpus-per-task") or 1
     return {"ntasks-per-node": None, "cpus-per-task": None, "mincpus": cpus * request.nproc_per_node}
 
 
 def _task_list(tasks: Sequence[int]) -> str:
-    """SLURM's form of a list of numbers.
+    """Formats a list of numbers for SLURM.
 
     >>> _task_list([0, 1, 2]), _task_list([3]), _task_list([1, 3])
     ('0-2', '3', '1,3')
