@@ -1,4 +1,4 @@
-// Which page is shown: the address after # says it.
+// Routes the part of the address after # to a page.
 
 import { remember, remembered } from "./api.js";
 import { h, replace } from "./dom.js";

@@ -9,8 +9,8 @@ const POINTS = 500;
 
 export const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// An exponential moving average that begins without bias. It forgets by distance and not by point, so that a curve with
-// few points, such as one of validations, does not lag behind.
+// An exponential moving average without initial bias. It decays by distance and not by point, so that a curve with few
+// points, such as one of validations, does not lag more.
 export function smoothed(x, values, smoothing) {
   const unit = (x[x.length - 1] - x[0]) / POINTS || 1;
   let total = 0;
@@ -121,7 +121,7 @@ function readings(plot, curves) {
   return { x, values };
 }
 
-// Draws curves into `host`, again and again: what stays the same is kept.
+// Draws curves into `host`; a redraw with the same settings keeps the plot.
 export class CurveChart {
   constructor(host, hooks) {
     this.host = host;

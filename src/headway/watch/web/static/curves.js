@@ -73,7 +73,7 @@ export class CurveGrid {
     this.draw();
   }
 
-  // New names of metrics, or only a sign that there are new values.
+  // Called with the names of all metrics whenever there may be new values.
   update(names) {
     const isNew = names.join("\n") !== this.names.join("\n");
     this.names = names;
@@ -91,7 +91,7 @@ export class CurveGrid {
 
   async read() {
     if (this.timer !== null) {
-      this.again = true; // one question at a time
+      this.again = true; // one request at a time
       return;
     }
     this.timer = 0;
@@ -103,7 +103,7 @@ export class CurveGrid {
     } catch (error) {
       this.note.textContent = String(error.message ?? error);
     }
-    const pause = Math.max(REFRESH_MS, 5 * (performance.now() - begin)); // a slow connection is asked less often
+    const pause = Math.max(REFRESH_MS, 5 * (performance.now() - begin)); // less often on a slow connection
     this.timer = setTimeout(() => {
       this.timer = null;
       if (this.again || !this.isWhole) {
@@ -128,7 +128,7 @@ export class CurveGrid {
     }
   }
 
-  // The steps of a run that are in the range which is shown.
+  // Returns the steps of a run that are in the visible range.
   stepsOf(run) {
     const range = this.view.range;
     if (!range) return [undefined, undefined];

@@ -26,7 +26,7 @@ export function replace(host, ...children) {
   host.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
 }
 
-// A part of the page that is drawn again only when what it shows has changed: selections and focus stay.
+// A part of the page that is redrawn only when its values have changed: selection and focus stay.
 export function block(draw, attributes = {}) {
   const host = h("section", attributes);
   let shown;
@@ -66,7 +66,7 @@ export function search(placeholder, oninput, value = "") {
   });
 }
 
-// As `replace`, but only if `key` has changed: a list that somebody has opened stays open.
+// Replaces children only if `key` has changed: an open list stays open.
 export function replaceOnce(host, key, make) {
   const now = JSON.stringify(key);
   if (host.dataset.shown === now) return;

@@ -1,4 +1,4 @@
-// The list of runs: states, curves in small, settings that differ; filter, sort, and choose some to overlay.
+// The list of runs: states, sparklines, settings that differ; filter, sort, and select runs to overlay.
 
 import { live, remember, remembered } from "./api.js";
 import { h, pill, replace, replaceOnce, search, select, sparkline } from "./dom.js";
@@ -7,7 +7,7 @@ import { clock, count, duration, number, setting } from "./format.js";
 const MAX_SETTINGS = 4;
 const MAX_METRICS = 2;
 
-// "lr>0.001 model.depth=12 failed": each word must hold; one without a comparison is looked for in names and states.
+// "lr>0.001 model.depth=12 failed": each word must match; one without a comparison is searched in names and states.
 export function matches(run, text) {
   return text.trim().split(/\s+/).filter(Boolean).every((word) => {
     const found = word.match(/^([^=<>!]+)(<=|>=|!=|=|<|>)(.+)$/);
@@ -42,18 +42,16 @@ export function differing(runs) {
   return [...values].filter(([name, found]) => found.size > 1 || runs.some((run) => !(name in run.settings))).map(([name]) => name);
 }
 
-// Metrics by how many runs have them and, of equal ones, in the order in which runs list them.
+// The names of all metrics, in the order in which runs list them.
 export function metricNames(runs) {
-  const counts = new Map();
-  for (const run of runs) for (const name of Object.keys(run.metrics)) counts.set(name, (counts.get(name) ?? 0) + 1);
-  return [...counts.keys()];
+  return [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))];
 }
 
 export const score = (metric) => (metric ? (typeof metric.best === "number" ? metric.best : metric.last) : null);
 
 const KINDS = { min: "lowest", max: "highest" };
 
-// What `score` shows of a metric, in a word.
+// Whether `score` is the lowest, the highest or the last value of a metric.
 const kindOf = (name, runs) => KINDS[runs.find((run) => run.metrics[name])?.metrics[name].better] ?? "last";
 
 const isBusy = (run) => Number(["running", "queued"].includes(run.state));

@@ -139,7 +139,7 @@ function drawHeat(canvas, map, what) {
   if (map.steps.length > 8) pen.fillText(short(map.steps[map.steps.length - 1]), wide - 4, high - bottom / 2);
 }
 
-// From calm to alarming: 0 is as all others, 0.3 a straggler's, 1 twice as slow.
+// From green to red: 0 is the median, 0.3 a straggler, 1 twice as slow.
 function colorOf(value) {
   const part = Math.min(1, Math.max(0, value));
   const hue = 160 - 160 * Math.min(1, part * 1.6);
