@@ -443,12 +443,35 @@ def test_mistakes_are_found_before_anything_is_made(
     refused("there is no 'no-mpirun'", work.hot, on=hw.Mpi(mpirun="no-mpirun"))
     refused("launch takes the array itself", work.hot, on=hw.Slurm(array=("lr=1,2",)))
     refused("free memory", work.hot, on=hw.Local(nproc=100_000))
-    refused(r"work_of_ranks:hot with its arguments cannot be sent .*lock", work.hot, threading.Lock())
+    refused(r"work_of_ranks:waits with its arguments cannot be sent .*lock", work.waits, threading.Lock())
+    refused(r"work_of_ranks:hot\(\) cannot be called .*: too many positional arguments", work.hot, 3)
+    refused(r"work_of_ranks:waits\(path\) cannot be called .*: missing .*'path'", work.waits)
+    refused("'stopp' is not a valid argument of .*trains .*did you mean 'stop'", work.trains, 3, stopp=True)
+    refused("'nproc' is not a valid argument of work_of_ranks:hot or of launch", work.hot, nproc=2)
+    refused("'group' is not a valid argument", work.hot, on=hw.Local(nproc=2), groups=[[0, 1]])
+    refused("'stopp' is not a valid argument", work.trains, 3, array=[{"stop": 1}, {"stopp": 1}])
+    refused("upon_finish=3 is not a function", work.hot, upon_finish=3)
     refused("'a;b' is not a valid run name", work.hot, name="a;b")
+    with pytest.raises(UsageError, match="too many positional arguments"):
+        hw.launch.map(work.waits, [1, 2], [3, 4])
     monkeypatch.setenv("HEADWAY_RUN", "x")
     monkeypatch.setenv("RANK", "0")
     refused("inside a rank of a job", work.hot)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_wrapper_is_called_with_its_own_arguments() -> None:
+    """It may add arguments to those of what it wraps; of what is not written in Python, nothing is known."""
+
+    def train(seed: int, lr: float) -> float:
+        return seed * lr
+
+    @functools.wraps(train)
+    def seeded(*args: Any, **kwargs: Any) -> float:
+        return train(1, *args, **kwargs)
+
+    for function, args in ((seeded, (0.1,)), (max, (1, 2)), (functools.partial(train, 3), (0.1,))):
+        launch_function._check_calls(function, [(args, {})], groups=None)
 
 
 def test_a_script_returns_nothing_and_a_plain_run_is_no_job(tmp_path: Path) -> None:

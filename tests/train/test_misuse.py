@@ -21,7 +21,7 @@ from headway.checkpoint.settings import CheckpointSettings
 from headway.errors import UsageError
 from headway.system.log import logger
 from headway.testing import ranks
-from headway.train import Pipeline, Stage, TrainValStage
+from headway.train import Callback, Pipeline, Stage, TrainValStage
 from headway.train.model.ema import Ema
 from headway.train.settings import TrainSettings
 
@@ -494,12 +494,67 @@ def test_a_module_that_is_no_metric_keeps_no_counts_of_updates(tmp_path: Path) -
 
 
 @alone
-@pytest.mark.parametrize("name", ["_state", "steps_done", "epoch", "current_stage", "directory"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "_state",
+            "steps_done",
+            "epoch",
+            "current_stage",
+            "directory",
+            "world",
+            "device",
+            "history",
+            "stages",
+        ),
+        *("models", "registered_models", "optimizers", "schedulers", "datasets"),
+    ],
+)
 def test_the_loops_own_attributes_of_a_pipeline_are_not_replaced(name: str, tmp_path: Path) -> None:
+    def early(self: Any, *arguments: Any, **keywords: Any) -> None:
+        setattr(self, name, None)
+        Pipeline.__init__(self, *arguments, **keywords)
+
     with pytest.raises(UsageError, match=f"Pipeline sets '{name}', which every pipeline has already"):
         setattr(make_pipe(tmp_path), name, None)
+    for value in (None, lambda _: None):
+        with pytest.raises(UsageError, match=f"Mine sets '{name}'"):
+            type("Mine", (Pipeline,), {name: value})
     with pytest.raises(UsageError, match=f"Mine sets '{name}'"):
-        type("Mine", (Pipeline,), {name: None})
+        type("Mine", (type("Mixin", (), {name: 3}), Pipeline), {})
+    with pytest.raises(UsageError, match=f"Mine sets '{name}'"):
+        type("Mine", (Pipeline,), {"__init__": early})(name="digits", root=tmp_path)
+
+
+@alone
+@pytest.mark.parametrize("name", ["name", "config"])
+def test_name_and_config_of_a_pipeline_are_passed_to_it(name: str, tmp_path: Path) -> None:
+    """A value in the class would not be used: the instance has its own."""
+    with pytest.raises(
+        UsageError, match=rf"Mine sets '{name}' itself: pass it to super\(\).__init__\({name}="
+    ):
+        type("Mine", (Pipeline,), {name: "digits"})
+    pipe = make_pipe(tmp_path)
+    setattr(pipe, name, "digits")
+    assert getattr(pipe, name) == "digits"
+
+
+@alone
+def test_methods_of_a_pipeline_and_hooks_of_a_callback_stay_methods(tmp_path: Path) -> None:
+    methods = [name for name in dir(Pipeline) if callable(getattr(Pipeline, name)) and name[0] != "_"]
+    assert {"run", "pre_run", "validate", "enable_wandb"} <= set(methods)
+    hooks = [name for name in dir(Callback) if name[0] != "_"]
+    assert {"pre_run", "log_point"} <= set(hooks)
+    for kind, names, made in ((Pipeline, methods, make_pipe(tmp_path)), (Callback, hooks, Callback())):
+        for name in names:
+            with pytest.raises(
+                UsageError, match=rf"Mine sets '{name}' to 3, but .* calls? {name}\(\): define it"
+            ):
+                type("Mine", (kind,), {name: 3})
+            with pytest.raises(UsageError, match=rf"{kind.__name__} sets '{name}' to \[\]"):
+                setattr(made, name, [])
+            type("Mine", (kind,), {name: lambda *_: None})
 
 
 @alone

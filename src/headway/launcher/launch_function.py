@@ -16,7 +16,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final, overload
 
-from headway.errors import IncompleteSubmission, UsageError
+from headway.errors import IncompleteSubmission, UsageError, unknown_name
 from headway.launcher import sweep
 from headway.launcher.agent.agent import check_nproc
 from headway.launcher.code import snapshot
@@ -103,6 +103,7 @@ class _Launch:
         elements = None if array is None else _elements(array)
         calls = [(args, kwargs)] if elements is None else [_add(each, args, kwargs) for each in elements]
         _check(function, target, groups, len(calls))
+        _check_calls(function, calls, groups, upon_finish)
         called = _name_of(function)
         what = f"{called} with its arguments"
         packed = [pickled.pack((function, *each, upon_finish), what=what) for each in calls]
@@ -258,6 +259,40 @@ def _check(function: object, target: object, groups: Groups, count: int) -> None
         raise UsageError(
             f"groups={groups!r:.80} must hold each of the ranks 0 to {target.nproc - 1} exactly once"
         )
+
+
+def _check_calls(
+    function: Callable[..., Any],
+    calls: Iterable[tuple[Iterable[Any], Mapping[str, Any]]],
+    groups: Groups,
+    upon_finish: object = None,
+) -> None:
+    """Refuses arguments that the function does not take: a job would find out when it starts, maybe hours later."""
+    if upon_finish is not None and not callable(upon_finish):
+        raise UsageError(f"upon_finish={upon_finish!r:.80} is not a function")
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # not written in Python
+        return
+    added = {} if groups is None else {"group": None}
+    for args, kwargs in calls:
+        _check_call(function, signature, args, {**added, **kwargs})
+
+
+def _check_call(
+    function: object, signature: inspect.Signature, args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> None:
+    called, known = _name_of(function), signature.parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    for name in () if takes_any else kwargs:
+        if name not in known:
+            raise unknown_name(f"argument of {called} or of launch", name, known)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"{called}{signature!s:.200} cannot be called with these arguments: {error}"
+        ) from None
 
 
 def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget | Mpi) -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from inspect import getattr_static
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import UsageError
 
 if TYPE_CHECKING:
     from headway.train.metrics.meter import LogPoint
@@ -23,6 +26,15 @@ class Callback:
         pipe.add_callback(Announce())
     """
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for name in dir(Callback):
+            check_stays_method(cls, Callback, name, getattr(cls, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_stays_method(type(self), Callback, name, value)
+        super().__setattr__(name, value)
+
     def pre_run(self, pipe: Pipeline) -> None: ...
 
     def resume_run(self, pipe: Pipeline) -> None:
@@ -40,3 +52,13 @@ class Callback:
 
     def log_point(self, stage: Stage, kind: str, point: LogPoint) -> None:
         """Called at log points; `kind` is "train" or "validation", `point.values` are the reduced metrics."""
+
+
+def check_stays_method(kind: type, home: type, name: str, value: object, caller: str = "the loop") -> None:
+    """Raises `UsageError` if a user's class has a value where `home`, the class of headway's, has a method."""
+    if name.startswith("_") or callable(value) or getattr_static(home, name, None) is None:
+        return
+    raise UsageError(
+        f"{kind.__name__} sets {name!r} to {value!r:.80}, but {caller} calls {name}(): define it as a method, or "
+        "choose another name"
+    )

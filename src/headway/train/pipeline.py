@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
 
@@ -21,7 +21,7 @@ from headway.run import Run, check_name
 from headway.system import environment
 from headway.train import loop
 from headway.train.batches import FirstBatch, closing_loaders
-from headway.train.callback import Callback
+from headway.train.callback import Callback, check_stays_method
 from headway.train.checks import (
     check_dataset,
     check_new,
@@ -50,6 +50,14 @@ from headway.train.resume.state import StatefulObject, gather, restore
 from headway.train.run_state import RunState
 from headway.train.settings import CheckpointOptions, checkpoint_settings
 from headway.train.stage import Stage, finish_open_steps
+
+_SET_ONCE = frozenset(
+    {
+        *("world", "device", "history", "stages"),
+        *("models", "registered_models", "optimizers", "schedulers", "datasets"),
+    }
+)
+"""what the constructor makes, and nobody replaces"""
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -87,11 +95,16 @@ class Pipeline(EvaluationMethods, TrackerMethods):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        for name in vars(cls):
-            _refuse_clash(cls, name)
+        for base in cls.__mro__[: cls.__mro__.index(Pipeline)]:
+            for name in vars(base):
+                _refuse_clash(cls, name, getattr(cls, name, None), taken=_SET_ONCE)
+                if name in ("name", "config"):
+                    raise UsageError(
+                        f"{cls.__name__} sets {name!r} itself: pass it to super().__init__({name}=...)"
+                    )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _refuse_clash(type(self), name)
+        _refuse_clash(type(self), name, value, taken=_SET_ONCE.intersection(vars(self)))
         super().__setattr__(name, value)
 
     @property
@@ -338,9 +351,10 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         restore(self._state, saved)
 
 
-def _refuse_clash(kind: type[Pipeline], name: str) -> None:
-    """Raises `UsageError` if a user's attribute would replace one that the loop sets."""
-    if name == "_state" or isinstance(vars(Pipeline).get(name), property):
+def _refuse_clash(kind: type[Pipeline], name: str, value: object, *, taken: Collection[str]) -> None:
+    """Raises `UsageError` if a user's attribute would replace one that the user or the loop relies on."""
+    if name == "_state" or name in taken or isinstance(vars(Pipeline).get(name), property):
         raise UsageError(
             f"{kind.__name__} sets {name!r}, which every pipeline has already: choose another name"
         )
+    check_stays_method(kind, Pipeline, name, value, "the loop or the script")

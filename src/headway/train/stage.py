@@ -23,6 +23,7 @@ from headway.record.media.content import (
 )
 from headway.train import loop
 from headway.train.batches import Pass, count_batches, first_tensor, missing_dataset
+from headway.train.callback import check_stays_method
 from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState, StageStatus
 from headway.train.metrics.epoch_metrics import EpochMetric
@@ -403,8 +404,4 @@ def _refuse_clash(kind: type, name: str, value: object) -> None:
         )
     if name == "_loop" or getattr(function, "__final__", False):
         raise UsageError(f"{kind.__name__} sets {name!r}, which every stage has already: choose another name")
-    if own is not None and not name.startswith("_") and not callable(value):
-        raise UsageError(
-            f"{kind.__name__} sets {name!r} to {value!r:.80}, but the loop calls {name}(): define it as a method, or "
-            "choose another name"
-        )
+    check_stays_method(kind, _home(kind), name, value)

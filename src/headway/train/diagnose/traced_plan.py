@@ -188,7 +188,7 @@ def _setup(state: TrainValState, shapes: Any) -> TrainingSetup:
         shapes,
         is_leaf=_is_shape,
     )
-    pipe.device = torch.device("cpu")
+    vars(pipe)["device"] = torch.device("cpu")
 
     def forward() -> Any:
         with state.not_counted():
