@@ -80,7 +80,7 @@ class LoopState:
         self.status = StageStatus.NEW
         self.post_stage_due = False  # whether a `post_stage` of the user is still to be called, on any rank
         self.stop_requested = False
-        """`stop_stage` was called on this rank; the status says what all ranks have agreed on"""
+        """whether `stop_stage` was called on this rank; `status` changes when all ranks have agreed"""
         self.epoch = 0
         """finished epochs, which is also the number of the current epoch, from 0"""
         self.steps_done = 0

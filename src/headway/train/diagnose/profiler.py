@@ -99,7 +99,7 @@ def profiling(state: LoopState) -> Iterator[None]:
 
 @final
 class StageProfiler:
-    """Starts and stops the trace of one stage, from the batches that the loop asks for."""
+    """Starts and stops the trace of one stage as the loop takes batches."""
 
     def __init__(self, state: LoopState, settings: ProfilerSettings) -> None:
         self._state, self._settings = state, settings

@@ -22,7 +22,7 @@ _STEPS = {"save": 2, "resume": 3}
 
 
 def requested_part() -> Part | None:
-    """Returns the part of a smoke run that HEADWAY_SMOKE asks for; None for a normal run."""
+    """Returns the part of a smoke run that HEADWAY_SMOKE sets; None for a normal run."""
     match os.environ.get(environment.SMOKE):
         case "save":
             return "save"

@@ -41,6 +41,7 @@ Sums: TypeAlias = tuple[Array, float]
 """the accumulated values of a metric, flat, and their total weight"""
 
 _START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": math.inf, "max": -math.inf}  # changes no result
+_MERGE = {"mean": np.add, "sum": np.add, "min": np.minimum, "max": np.maximum}
 _HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch
 
 
@@ -360,31 +361,16 @@ def _merge_ranks(sums: Array, weights: Array, reduction: str, counted: Mask) -> 
     """Merges the rows of all ranks into one; ranks that share their batches count once in a sum."""
     if len(weights) == 1:
         return sums[0], float(weights[0])
-    match reduction:
-        case "mean":
-            total = sums.sum(0)
-        case "sum":
-            total = sums[counted].sum(0)
-        case "min":
-            total = sums.min(0)
-        case "max":
-            total = sums.max(0)
-        case _:  # "last": the value of the lowest rank that has one
-            total = sums[int((weights != 0).argmax())].copy()
+    if reduction == "last":  # the value of the lowest rank that has one
+        total = sums[int((weights != 0).argmax())].copy()
+    else:
+        total = _MERGE[reduction].reduce(sums[counted] if reduction == "sum" else sums)
     return total, float(weights.sum())
 
 
 def _merge_log_points(before: Sums, now: Sums, reduction: str) -> Sums:
     """Merges the sums of two log points."""
-    match reduction:
-        case "mean" | "sum":
-            total = before[0] + now[0]
-        case "min":
-            total = np.minimum(before[0], now[0])
-        case "max":
-            total = np.maximum(before[0], now[0])
-        case _:
-            total = now[0]
+    total = now[0] if reduction == "last" else _MERGE[reduction](before[0], now[0])
     return total, before[1] + now[1]
 
 
