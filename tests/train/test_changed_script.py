@@ -271,7 +271,7 @@ def test_a_newer_format_is_left_as_it_is(seal: bool, tmp_path: Path) -> None:
     before = path.read_bytes()
     for use in (checkpoint.find_valid, checkpoint.load_latest, lambda _: checkpoint.load(path.parent)):
         with pytest.raises(
-            NewerFormat, match=r"has format 2, .* written by a newer headway; upgrade headway"
+            NewerFormat, match=r"has format 2, written by a newer headway; .*: upgrade headway"
         ) as caught:
             use(run)
         assert caught.value.exit_code == NoValidCheckpoint.exit_code == 86

@@ -157,26 +157,20 @@ def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> d
     names = parameter_names(pipe)
     kept = {names[key] for key in equal}
 
-    def contributes(name: str, tensor: Tensor) -> bool:
-        return isinstance(tensor, DTensor) or name in kept
+    def contributes(name: str, value: object) -> bool:
+        return isinstance(value, DTensor) or (isinstance(value, Tensor) and name in kept)
 
     models = {
         kind: {
-            model: {
-                key: t
-                for key, t in tensors.items()
-                if isinstance(t, Tensor) and contributes(f"{model}.{key}", t)
-            }
-            for model, tensors in state[kind].items()
+            model: {key: value for key, value in values.items() if contributes(f"{model}.{key}", value)}
+            for model, values in state[kind].items()
         }
         for kind in ("models", "averages")
     }
     optimizers = {
         name: {
             "state": {
-                parameter: {
-                    k: v for k, v in values.items() if isinstance(v, Tensor) and contributes(parameter, v)
-                }
+                parameter: {key: value for key, value in values.items() if contributes(parameter, value)}
                 for parameter, values in optimizer["state"].items()
             }
         }
