@@ -757,9 +757,31 @@ def test_three_attempts_without_a_new_step(tmp_path: Path) -> None:
     with pytest.raises(NoProgress, match=r"3 attempts in a row made no progress beyond step 6") as caught:
         make(tmp_path, Traced()).run()
     assert caught.value.exit_code == 93
+    with pytest.raises(
+        NoProgress
+    ) as again:  # a start that is refused is no attempt: the causes stay the same
+        make(tmp_path, Traced()).run()
+    assert str(again.value) == str(caught.value)
     pipe = make(tmp_path, Traced(), resume="must")
     pipe.run()
     assert pipe.directory == first.directory
+
+
+@alone
+def test_attempts_that_were_killed_are_told_from_those_that_failed(tmp_path: Path) -> None:
+    first = cut(tmp_path, 8)
+    for _ in range(3):
+        cut(tmp_path, 8)
+    run = first.directory
+    info = run.info()
+    for attempt in info["attempts"][1:]:
+        attempt.update(status="lost", exit_code=None)
+        run.old_failure_file(attempt["number"]).unlink(missing_ok=True)
+    run.failure_file.unlink(missing_ok=True)
+    (run.path / "run.json").write_text(json.dumps(info))
+    with pytest.raises(NoProgress, match="attempt 4: was killed before it could record its end") as caught:
+        make(tmp_path, Traced()).run()
+    assert "None" not in str(caught.value)
 
 
 @alone

@@ -49,7 +49,7 @@ class Retention:
     def __post_init__(self) -> None:
         if type(self.keep_last) is not int or self.keep_last < 2:
             raise UsageError(
-                f"keep_last={self.keep_last!r} is too few: keep at least 2, in case the newest is damaged"
+                f"keep_last={self.keep_last!r:.80}: give a whole number of at least 2, in case the newest is damaged"
             )
         if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
             raise UsageError(f"keep_every={self.keep_every!r} is not a valid number of steps: give 1 or more")

@@ -18,12 +18,12 @@ MAX_ATTEMPTS = 3
 def check_progress(run: Run, attempt: int, step: int) -> None:
     """Raises `NoProgress` if the last attempts before `attempt` all started at the step where this one starts.
 
-    Attempts that a user interrupted or that ended with a `UsageError` do not count. Any other attempt that ended before
-    it started to train has made no progress.
+    Attempts that a user interrupted, that ended with a `UsageError` or that were refused here do not count. Any other
+    attempt that ended before it started to train has made no progress.
     """
     stalled: list[dict[str, Any]] = []
     for before in reversed(run.info()["attempts"][: attempt - 1]):
-        if before["exit_code"] in (INTERRUPTED, UsageError.exit_code):
+        if before["exit_code"] in (INTERRUPTED, UsageError.exit_code, NoProgress.exit_code):
             continue
         if before.get("step_started", step) != step:
             break
@@ -66,4 +66,6 @@ def _cause(run: Run, attempt: dict[str, Any]) -> str:
         error = jsonlines.parse_json(files.read_regular(run.old_failure_file(attempt["number"])))["error"]
     except (OSError, ValueError, KeyError, TypeError):
         error = f"{attempt['status']}, exit code {attempt['exit_code']}"
+        if attempt["exit_code"] is None:
+            error = "was killed before it could record its end"
     return f"attempt {attempt['number']}: {error:.200}"
