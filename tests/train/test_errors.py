@@ -276,12 +276,13 @@ def check_refusal(case: str, folder: Path, limit_s: float) -> None:
         ),
         ({"accumulate": 0}, "accumulate=0: give a whole number of at least 1"),
         ({"gradient_clip": 0.0}, "gradient_clip=0.0: give a norm above 0, or None for no clipping"),
-        ({"val_every": "often"}, "val_every='often' is not a valid interval: give steps"),
+        ({"val_every": "often"}, "val_every='often' is not a valid interval: give"),
         (
             {"val_every": 500},
             'val_every=500 could mean steps or epochs: give "500 steps" or "500 epochs", a part',
         ),
-        ({"val_every": 0}, "val_every=0 could mean steps or epochs"),
+        ({"val_every": 0}, 'val_every=0 is not a valid interval: give "500 steps", "2 epochs", "30min"'),
+        ({"val_every": "500"}, "val_every='500' is not a valid interval: give \"500 steps\""),
         ({"on_nan": "pray"}, 'on_nan=\'pray\' is unknown: use "stop" or "skip"'),
     ],
 )

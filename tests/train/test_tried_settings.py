@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         tried(val_every=2),
         'val_every=2 could mean steps or epochs: give "2 steps" or "2 epochs"',
     ),
-    "val_every=2.5": (tried(val_every=2.5), "val_every=2.5 could mean steps or epochs: give"),
+    "val_every=2.5": (tried(val_every=2.5), "val_every=2.5 is not a valid interval: give"),
     "max_epochs='3'": (tried(epochs="3"), f"max_epochs='3': {WHOLE}"),
     "max_epochs=-1": (tried(epochs=-1), f"max_epochs=-1: {WHOLE}"),
     "accumulate=2.5": (tried(accumulate=2.5), f"accumulate=2.5: {WHOLE}"),

@@ -191,12 +191,18 @@ class TrainSettings:
             return None
         if isinstance(every, float) and every == 1:  # a whole one, as in Lightning
             return Interval(epochs=1)
-        if isinstance(every, int | float):
+        if type(every) is int and every > 0:
             raise UsageError(
                 f'val_every={every!r} could mean steps or epochs: give "{every:g} steps" or "{every:g} epochs", '
                 "a part of an epoch such as 0.25, or None for no validation"
             )
-        return Interval.parse(self.val_every, name="val_every")  # type: ignore[arg-type]
+        try:
+            return Interval.parse(every if isinstance(every, str) else "", name="val_every")
+        except UsageError:
+            raise UsageError(
+                f'val_every={every!r:.80} is not a valid interval: give "500 steps", "2 epochs", "30min", a part of '
+                "an epoch such as 0.25, or None for no validation"
+            ) from None
 
     @cached_property
     def validates_between_steps(self) -> bool:
