@@ -41,8 +41,8 @@ _REPORT_LIMIT_S = 60.0
 class Recording:
     """A running attempt: the run, the number of the attempt from 1, this rank's log, and, on rank 0, the run's lock.
 
-    with hw.record.recording(run, world) as attempt:
-        print(attempt.run.path, attempt.attempt)
+    with hw.record.recording(run, world) as recording:
+        print(recording.run.path, recording.attempt)
     """
 
     run: Run

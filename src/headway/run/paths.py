@@ -1,4 +1,4 @@
-"""Every path in a run directory. No other module of headway builds one.
+"""Every path in a run directory, except for those within `launch/`, `call/`, `lock/` and checkpoints.
 
 runs/digits-2026.11.15-14.30-x7k2/
     run.json                    what ran, from which code, on which versions; the list of attempts

@@ -33,6 +33,7 @@ class JobIds:
     """`Scheduler.name`"""
     job_id: str
     cluster_name: str | None = None
+    """without it, no other job can be shown to be over: the same number may be another cluster's job"""
     step_id: str | None = None
     array_job_id: str | None = None
     array_task_id: str | None = None
@@ -237,7 +238,12 @@ class Scheduler(ABC):
 
     @abstractmethod
     def script(self, request: JobRequest) -> str:
-        """Returns the text of the job's script: a pure function of the request."""
+        """Returns the text of the job's script: a pure function of the request.
+
+        The script runs the lines of `setup`; then `prologue`, if there is one, and `agent`, each as one process per
+        node of which `node` returns the node; then `epilogue`, in one of the ways that the request describes. Its
+        output is appended to `log`. The agents get SIGUSR2 `signal_lead_s` before the time limit.
+        """
 
     @abstractmethod
     def submit(self, request: JobRequest, script: Path) -> JobIds:
@@ -249,7 +255,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit_array(self, request: JobRequest, script: Path, tasks: Sequence[int]) -> JobIds:
-        """Submits one job for each of `tasks`, which are entries of the request's directory; raises as `submit`."""
+        """Submits one job for each of `tasks`, which are entries of the request's directory; raises as `submit`.
+
+        Returns the ids of the whole array: its `job_id`, without a task.
+        """
 
     # --- a job that was submitted
 
@@ -259,7 +268,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def requeue(self, ids: JobIds) -> str | None:
-        """Queues a job again, under its number; returns the scheduler's reason if it refuses."""
+        """Queues a job again, under its number; returns the scheduler's reason if it refuses.
+
+        The epilogue of the job itself calls it, and the scheduler may end that process.
+        """
 
     @abstractmethod
     def cancel(self, ids: JobIds) -> None:

@@ -84,11 +84,11 @@ class SampleLookup:
 
 def locate_samples(orders: Sequence[Order], timeline: Timeline | None, positions: Ints) -> Ints:
     """Returns rows of lane, dataset, epoch, shard and sample; without a timeline, datasets follow each other."""
-    dataset, cursor = timeline.draw(positions) if timeline else _in_sequence(orders, positions)
+    dataset, own_position = timeline.draw(positions) if timeline else _in_sequence(orders, positions)
     table = np.empty((len(positions), 5), np.int64)
     for number in distinct_values(dataset):
         here = dataset == number
-        found = orders[number].locate(cursor[here])
+        found = orders[number].locate(own_position[here])
         table[here] = np.stack(
             [found.lane, np.full_like(found.lane, number), found.epoch, found.shard, found.sample], 1
         )

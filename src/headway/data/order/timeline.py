@@ -191,7 +191,7 @@ class Timeline:
 
     def draw(self, positions: Ints) -> tuple[Ints, Ints]:
         """Returns, for each position, the number of its dataset and the position in that dataset's own order."""
-        dataset, cursor = np.empty_like(positions), np.empty_like(positions)
+        dataset, own_position = np.empty_like(positions), np.empty_like(positions)
         segment_of = self._segment_of(positions)
         for number in distinct_values(segment_of):
             here = np.flatnonzero(segment_of == number)
@@ -200,13 +200,13 @@ class Timeline:
             after = count_by_dataset(k + 1, split.weights, self._split)
             place = np.argmax(after - before, axis=0)
             dataset[here] = chosen = split.numbers[place]
-            cursor[here] = split.before[chosen] + before[place, np.arange(len(here))]
+            own_position[here] = split.before[chosen] + before[place, np.arange(len(here))]
         if dataset.size and int(dataset.max()) >= len(self.names):
             raise UsageError(
                 f"position {int(positions[np.argmax(dataset)])} has a sample of "
                 f"{self._known[int(dataset.max())]!r}, which was removed from the mix"
             )
-        return dataset, cursor
+        return dataset, own_position
 
     def _segment_of(self, positions: Ints) -> Ints:
         starts = np.array([segment.start for segment in self.segments])

@@ -1,4 +1,4 @@
-"""JSON messages over a socket, each signed with the key of the run.
+"""JSON messages over a socket, each signed with the key of the launch.
 
 TCP ports on a cluster are open to every user of its nodes. A line without a valid signature ends the connection. Each
 side starts with a random number that goes into all signatures, so recorded messages cannot be replayed.
@@ -26,7 +26,7 @@ class UntrustedPeer(Exception):
 
 @final
 class Channel:
-    """One end of a connection between a rank and the hub.
+    """One end of a connection: of a rank with the hub, or of an agent with agent 0.
 
     Sending blocks until the message is out. Receiving is either by `receive`, which waits, or by `feed` and `messages`
     for a loop that waits on many sockets.
@@ -91,7 +91,7 @@ class Channel:
             raise UntrustedPeer("a line longer than any message")
 
     def derive_key(self, purpose: str) -> bytes:
-        """Returns a key for another purpose, which all who have the key of the run can derive; neither is ever sent."""
+        """Returns a key for another purpose, which all who have the key can derive; neither is ever sent."""
         return hmac.digest(self._key, purpose.encode(), "sha256")
 
     def close(self) -> None:
@@ -113,9 +113,7 @@ class Channel:
             raise UntrustedPeer("wrong signature")
         self._received += 1
         message = json.loads(body)
-        assert isinstance(message, dict), (
-            message
-        )  # only ranks of this run have the key, and they send objects
+        assert isinstance(message, dict), message  # only this launch has the key, and it sends objects
         return message
 
     def _sign(self, by_client: bool, number: int, body: str) -> str:
@@ -124,7 +122,7 @@ class Channel:
 
 
 def connect(host: str, port: int, key: bytes, timeout: float) -> Channel:
-    """Opens a channel to the hub. A hub with another key closes it at the first signed message."""
+    """Opens a channel. A server with another key closes it at the first signed message."""
     sock = socket.create_connection((host, port), timeout)
     try:
         channel = Channel(sock, key, is_client=True)

@@ -120,7 +120,7 @@ class HangWatch:
         if self._stacks_since is not None:
             self._fresh.add(rank)
 
-    def ask_absent(self, limit_s: float) -> None:
+    def ask_remaining(self, limit_s: float) -> None:
         """Asks the ranks that have not left within `limit_s` where they are; `check` returns the record of it."""
         self._overdue_s, self._stacks_since, self._fresh = limit_s, time.monotonic(), set()
         self.request_status(True)
@@ -132,7 +132,7 @@ class HangWatch:
         message, so it loops over the ranks only when all have replied.
         """
         if self._overdue_s is not None:
-            return self._check_absent(present, count, world_size)
+            return self._check_remaining(present, count, world_size)
         limit = self.heartbeat.limit
         if not self.heartbeat.period or self.heartbeat.age < limit / 2 or limit == math.inf:
             self._replies, self._since, self._stacks_since = {}, None, None
@@ -163,13 +163,13 @@ class HangWatch:
             return None  # a rank works, or none had the time to reply: ask again
         return hang.make_record([self._status(info, silent) for info in present], world_size)
 
-    def _check_absent(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
+    def _check_remaining(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
         assert self._overdue_s is not None and self._stacks_since is not None
         if len(self._fresh) < count and time.monotonic() - self._stacks_since < _STACKS_TIMEOUT_S:
             return None
-        absent = present()
-        silent = [info.rank for info in absent if info.rank not in self._fresh]
-        statuses = [self._status(info, silent) for info in absent]
+        remaining = present()
+        silent = [info.rank for info in remaining if info.rank not in self._fresh]
+        statuses = [self._status(info, silent) for info in remaining]
         return hang.make_overdue_record(statuses, world_size, self._overdue_s)
 
     def _status(self, info: RankInfo, silent: Collection[int]) -> RankStatus:

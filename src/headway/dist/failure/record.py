@@ -10,11 +10,12 @@ from typing import Any
 from headway.run.status import NOT_OF_A_RANK
 
 FailureRecord = dict[str, Any]
-"""kind (exception, interrupted, vanished, left, hang; lost: a whole node; agent, step: what had started the ranks),
-rank, host, pid (None if a hang has no suspects), phase, step, error, traceback (left: that of the rank which still
-waited), sentence, exit_code, locked_out (the run is another process's), output (native code crashed: the end of the
-rank's log). The agent's copy also has failure_file and owner, the number of the lock that the rank's attempt holds on
-the run; the hub's abort has failure_file, None if it could not be written"""
+"""kind (exception, interrupted, vanished, left, hang; exit: as an agent saw it; lost: a whole node; agent, step: what
+had started the ranks; staging, doctor: what came before them), rank, host, pid (None if a hang has no suspects), phase,
+step, error, hint, traceback (left: that of the rank which still waited), sentence, exit_code, time, echo, locked_out
+(the run is another process's), output (native code crashed: the end of the rank's log). The agent's copy also has
+failure_file and owner, the number of the lock that the rank's attempt holds on the run; the hub's abort has
+failure_file, None if it could not be written"""
 _NATIVE_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 

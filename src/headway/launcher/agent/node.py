@@ -65,9 +65,9 @@ def run_here(command: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
         )
     team = None
     if place.world_size > 1:
-        meeting = file_rendezvous(place)
-        meeting.check()
-        directory = meeting.path.with_name(meeting.path.name.replace(".meeting-", ".agents-"))
+        rendezvous = file_rendezvous(place)
+        rendezvous.check()
+        directory = rendezvous.path.with_name(rendezvous.path.name.replace(".meeting-", ".agents-"))
         team = Team(directory, number=place.rank, size=place.world_size)
     node = schedulers.node()
     host = node.host if node else socket.gethostname()

@@ -16,7 +16,7 @@ from headway.run import Run
 from headway.system import files
 
 MetricRow = dict[str, Any]
-"""A row of the metrics file: `kind`, `time`, `step`, mostly `stage`, `epoch` and `metrics`; `scalars` flattens it."""
+"""A row of the metrics file: `kind`, `time`, `step`, mostly `stage`, `epoch` and `metrics`; see `sinks.scalars`."""
 
 RunStatus = Literal["done", "failed", "stopped", "interrupted"]
 """How an attempt ended; "stopped" means with a checkpoint, from which it can be resumed."""
@@ -67,7 +67,10 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, rows: Sequence[MetricRow]) -> None:
-        """Takes the next rows, in file order. If it raises, the next attempt sends them again."""
+        """Takes the next rows, in file order.
+
+        If it raises, this process ends, and the next attempt of the run sends the same rows again.
+        """
 
     def write_media(self, items: Sequence[MediaItem]) -> None:  # noqa: B027
         """Takes the next images, figures, histograms and texts; `item.path(run)` is the file. Optional."""
