@@ -173,7 +173,7 @@ def test_a_manifest_that_names_files_elsewhere(shelf: Path, name: str) -> None:
 def test_another_format_is_refused_by_its_number(shelf: Path) -> None:
     sealed(lambda m: m.update(format=99), shelf / NEW / "manifest.json")
     for use in (lambda: checkpoint.verify(shelf / NEW), lambda: checkpoint.load_latest(shelf)):
-        with pytest.raises(NewerFormat, match=r"has format 99, .* written by a newer headway"):
+        with pytest.raises(NewerFormat, match=r"has format 99, written by a newer headway"):
             use()
     assert (shelf / NEW).is_dir()  # not set aside: it is not damaged
 

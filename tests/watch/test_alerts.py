@@ -244,7 +244,7 @@ def test_the_address_is_a_secret(hook: Hook, tmp_path: Path, monkeypatch: pytest
     assert SECRET not in json.dumps(alert.to_dict())
     for wrong in ("ftp://host/x", "file:///etc/passwd", "hooks.example.org/x", "http://[/x"):
         monkeypatch.setenv("HEADWAY_ALERT_URL", wrong)
-        with pytest.raises(UsageError, match="is not an address") as error:
+        with pytest.raises(UsageError, match="is not a valid address") as error:
             AlertChannels.from_environment()
         assert wrong not in str(error.value)
 

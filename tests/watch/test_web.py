@@ -455,7 +455,7 @@ def test_mistakes_are_one_sentence(
         for argv, words in (
             (["web", str(tmp_path / "none")], "matches no run"),
             (["web", "--root", str(tmp_path / "none")], "there is no directory"),
-            (["web", str(tmp_path), "--port", "70000"], "is not a port"),
+            (["web", str(tmp_path), "--port", "70000"], "is not a valid port"),
             (["web", str(tmp_path), "--port", str(taken.port)], "cannot be used"),
         ):
             assert main(argv) == 2 and words in (error := capsys.readouterr().err) and error.count("\n") == 1

@@ -47,7 +47,7 @@ def handled_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Returns those signals for which this process may install a handler: not those that a shell made it ignore.
 
     `nohup` makes a program ignore SIGHUP, and a script makes what it starts with `&` ignore SIGINT. Stop requests
-    always get a handler: headway itself starts ranks with these ignored, until they can handle them.
+    always get a handler, since headway itself starts ranks with these ignored, until they can handle them.
 
     >>> signal.SIGTERM in handled_signals(FORWARDED_SIGNALS)
     True
