@@ -84,20 +84,20 @@ class Step:
 
         Ends the step if a node is silent, and so lost, or if it outlives its processes: srun waits forever for both.
         """
-        heard: dict[int, tuple[object, float]] = {}
+        last_change: dict[int, tuple[object, float]] = {}  # the last record of each node, and when it came
         standstill, next_look = Standstill(longest_s=self._silent_s / 2), 0.0
         while (status := self._poll()) is None and not until():
             if (now := time.monotonic()) >= next_look:
                 next_look = now + min(_READ_S, self._silent_s / 4)
                 found, resumed = self._records.preparations(), standstill.ended()
                 for number in range(self._records.size):
-                    if number not in heard or heard[number][0] != found.get(number):
-                        heard[number] = (found.get(number), now)
-                quiet_s = {number: now - max(at, resumed) for number, (_, at) in heard.items()}
-                busy = [number for number in heard if "exit_code" not in found.get(number, {})]
+                    if number not in last_change or last_change[number][0] != found.get(number):
+                        last_change[number] = (found.get(number), now)
+                silence_s = {number: now - max(at, resumed) for number, (_, at) in last_change.items()}
+                busy = [number for number in last_change if "exit_code" not in found.get(number, {})]
                 patience_s = {n: self._silent_s if n in found else self._first_s for n in busy}
-                lost = tuple(number for number in busy if quiet_s[number] > patience_s[number])
-                if lost or (not busy and min(quiet_s.values()) > self._over_s):
+                lost = tuple(number for number in busy if silence_s[number] > patience_s[number])
+                if lost or (not busy and min(silence_s.values()) > self._over_s):
                     ended = self._end(until)
                     codes = [int(facts.get("exit_code", 0)) for facts in found.values()]
                     return StepEnd(status=ended if lost else max(codes), lost=lost)

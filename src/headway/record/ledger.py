@@ -4,7 +4,7 @@ Two runs whose rows are all equal have trained identically. `train.resume.ledger
 rank 0, at log points; this module reads it. A resumed attempt repeats some steps; its rows come later in the file, and
 replace those of earlier attempts. Needs no torch.
 
-    {"kind": "order", "id": "5f0c...", "order": {...}}          the input of `data.order.locate`; its id is a digest
+    {"kind": "order", "id": "5f0c...", "order": {...}}          the input of `SampleLookup`; its id is a digest
     {"kind": "step", "step": 7, "loss": "0x1.9p-1", "samples": "a41e...", "batches": [["5f0c...", 448, 512]], ...}
 """
 

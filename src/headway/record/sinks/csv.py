@@ -35,7 +35,7 @@ class Csv(Sink):
 
     def open(self, run: Run) -> None:
         self._path = Path(self.file or run.csv_file)
-        _cut_torn_line(self._path)
+        _remove_incomplete_line(self._path)
         self._restarts = RestartDetector(max(map(_train_step, self._lines()), default=-1))
         self._append()
 
@@ -44,7 +44,7 @@ class Csv(Sink):
             values, step = scalars(row), row["step"]
             is_train = row.get("kind") == "train"  # rows of saves may come late, with an earlier step
             if is_train and self._restarts.observe(row):
-                self._forget(step)
+                self._remove_repeated(step)
             point = [row.get(column, "") for column in _COLUMNS[:-2]]
             self._writer.writerows([*point, name, value] for name, value in values.items())
         self._file.flush()
@@ -55,7 +55,7 @@ class Csv(Sink):
         if not self._file.tell():
             self._writer.writerow(_COLUMNS)
 
-    def _forget(self, step: int) -> None:
+    def _remove_repeated(self, step: int) -> None:
         """Removes the lines of `step` and all later ones, which a restart from an earlier checkpoint repeats."""
         self._file.close()
         kept = self._path.with_name(f".{self._path.name}.tmp")
@@ -82,7 +82,7 @@ def _train_step(line: Sequence[str]) -> int:
     return _step(line) if len(line) == len(_COLUMNS) and line[2] == "train" else -1
 
 
-def _cut_torn_line(path: Path) -> None:
+def _remove_incomplete_line(path: Path) -> None:
     """Removes an incomplete line that a killed process left at the end: its row is sent again."""
     if path.exists():
         with path.open("r+b") as file:

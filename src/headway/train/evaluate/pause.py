@@ -74,17 +74,17 @@ def _resumes_in(run: RunState, loader: Iterable[Any]) -> bool:
     return False
 
 
-def _check_unread(stage: LoopState | None, loader: Iterable[Any], *, resumes: bool) -> None:
+def _check_unread(state: LoopState | None, loader: Iterable[Any], *, resumes: bool) -> None:
     """Raises `UsageError` for a loader with one position if training is in the middle of it.
 
     If the epoch `resumes` in it, a hook before the epoch may still read it, provided it has `set_epoch`.
     """
-    if stage is None or not isinstance(loader, StatefulObject) or not stage.status.in_epoch:
+    if state is None or not isinstance(loader, StatefulObject) or not state.status.in_epoch:
         return
-    in_pass = any(each.loader is loader and not each.done for each in stage.passes)
-    managed = isinstance(stage, TrainValState)  # in a user's loop, any loader may be the one that resumes
+    in_pass = any(each.loader is loader and not each.done for each in state.passes)
+    managed = isinstance(state, TrainValState)  # in a user's loop, any loader may be the one that resumes
     if in_pass or (resumes and managed and not isinstance(loader, EpochAware)):
         raise UsageError(
-            f"stage {stage.name!r} is in the middle of this {type(loader).__name__}, which has one position: evaluate "
+            f"stage {state.name!r} is in the middle of this {type(loader).__name__}, which has one position: evaluate "
             "on a second loader of the same dataset"
         )

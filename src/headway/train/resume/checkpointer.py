@@ -72,9 +72,10 @@ class Checkpointer:
         self._retry = False  # whether to repeat a save that has failed
         self._newest: tuple[int, float] | None = None
         """step of the newest whole checkpoint, and when it was written"""
-        self._since, self._failures = time.monotonic(), 0
-        self._metrics, self._validated = StepMetrics(settings), -1
-        self._from_root = False  # whether ranks have different weights, so that all are saved by rank 0
+        self._save_began, self._failures = time.monotonic(), 0
+        self._metrics, self._validated_at = StepMetrics(settings), -1  # see `Place.validated_at`
+        self._saves_root_state = False
+        """whether ranks have different weights, so that rank 0 saves its own for all"""
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
@@ -186,17 +187,17 @@ class Checkpointer:
 
     # --- what the loop calls
 
-    def after_step(self, stage: LoopState) -> None:
+    def after_step(self, loop_state: LoopState) -> None:
         """Stops or saves between two steps, if due."""
         self._lead_time.step()
-        self._pass_point(stage)
+        self._pass_point(loop_state)
         every = self.settings.interval.steps
         self.due |= every is not None and self.run.steps_done % every == 0
-        if (self.due or self._retry) and not stage.pause_follows():
-            self._save(stage)
+        if (self.due or self._retry) and not loop_state.pause_follows():
+            self._save(loop_state)
 
     @contextmanager
-    def validating(self, stage: LoopState) -> Iterator[None]:
+    def validating(self, loop_state: LoopState) -> Iterator[None]:
         """Surrounds the batches of a validation, and stops after them, if due.
 
         The checkpoint then has random number generators, positions of loaders and media from before the validation,
@@ -208,7 +209,7 @@ class Checkpointer:
         self._lead_time.pause()
         try:
             yield
-            self._pass_point(stage)
+            self._pass_point(loop_state)
         finally:
             self._before_validation = None
 
@@ -217,30 +218,30 @@ class Checkpointer:
         """Whether all ranks stop at the end of this validation."""
         return self._agreement.acts_next
 
-    def after_validation(self, stage: TrainValState) -> None:
+    def after_validation(self, loop_state: TrainValState) -> None:
         """Saves after a validation between two steps, if due; at the end of an epoch `after_epoch` saves."""
-        if not stage.settings.validates_between_steps or not stage.steps_done:
+        if not loop_state.settings.validates_between_steps or not loop_state.steps_done:
             return
-        self._validated = self.run.steps_done
+        self._validated_at = self.run.steps_done
         self.due |= self._metrics.improve(self.run.steps_done)
-        if (self.due or self._retry) and not stage.pause_follows():
-            self._save(stage)
+        if (self.due or self._retry) and not loop_state.pause_follows():
+            self._save(loop_state)
 
-    def after_epoch(self, stage: LoopState) -> None:
+    def after_epoch(self, loop_state: LoopState) -> None:
         """Stops or saves between two epochs, if due."""
         every = self.settings.interval.epochs
         self.due |= every is not None and self.run.epoch % every == 0
         self.due |= self._metrics.improve(self.run.steps_done)
-        self._pass_point(stage)
+        self._pass_point(loop_state)
         if self.due or self._retry:
-            self._save(stage)
+            self._save(loop_state)
         self._lead_time.pause()
 
-    def after_stage(self, stage: LoopState, *, hooked: bool) -> None:
+    def after_stage(self, loop_state: LoopState, *, hooked: bool) -> None:
         """Saves the changes of `post_stage`, if any rank has one and the checkpoint of this step is without them."""
         saved = self._last_save.step == self.run.steps_done
         problem, unequal = state.find_unsavable(self.pipe) if hooked else (None, False)
-        self._from_root |= unequal
+        self._saves_root_state |= unequal
         if saved and problem is not None:
             lost = f"changes of post_stage are not in the checkpoint of step {self.run.steps_done:,}"
             self._log(f"{lost}: {problem}", logging.WARNING)
@@ -248,12 +249,12 @@ class Checkpointer:
         elif unequal:
             self._log(f"checkpoints have the state of rank 0 after post_stage: {problem}", logging.WARNING)
         if saved:
-            self._save(stage)
+            self._save(loop_state)
 
     def log_point_flags(self) -> int:
         """Returns the flag that requests a save by time; at a log point all ranks follow rank 0's clock."""
         every = self.settings.interval.seconds
-        late = every is not None and not self.due and time.monotonic() - self._since >= every
+        late = every is not None and not self.due and time.monotonic() - self._save_began >= every
         return SAVE if late else 0
 
     def after_log_point(self, point: LogPoint) -> None:
@@ -289,33 +290,33 @@ class Checkpointer:
         assert self._saver is not None, "the run is not open"
         return self._saver
 
-    def _pass_point(self, stage: LoopState) -> None:
+    def _pass_point(self, loop_state: LoopState) -> None:
         """Stops if all ranks have agreed to stop here; saves soon if they have agreed that the last save failed."""
         failed = self._retry_agreement.pass_point()
         if failed is not None and self._last_save.step == int(failed):  # else another save has followed
             self._retry, self._last_save.failed = True, True
         why = self._agreement.pass_point()
         if why is not None:
-            self._stop(stage, why)
+            self._stop(loop_state, why)
 
     def _request_retry(self, step: int) -> None:
         """Asks all ranks to repeat the save in the background that has failed. Called by rank 0's saver."""
         if self._last_save.step == step and self._last_save.scheduled:
             current().request_save(str(step))
 
-    def _stop(self, stage: LoopState, why: str) -> None:
+    def _stop(self, loop_state: LoopState, why: str) -> None:
         stopped = f"stopped by {why} after step {self.run.steps_done:,}"
         try:
-            self._save_and_wait(stage)
+            self._save_and_wait(loop_state)
         except RunLocked:
             raise
         except StorageError as error:
             raise StorageError(f"{stopped}, without a checkpoint of that step: {error}") from error
         raise Stopped(f"{stopped}, with a checkpoint: {end_of_run.resume_advice(self.pipe.directory)}")
 
-    def _save_and_wait(self, stage: LoopState | None) -> None:
+    def _save_and_wait(self, loop_state: LoopState | None) -> None:
         """Saves and waits until the checkpoint is complete; raises if that fails three times."""
-        self._begin_save(stage)
+        self._begin_save(loop_state)
         self._wait_for_pending()
         for pause_s in (*_RETRY_PAUSES_S, None):
             if self._is_saved():
@@ -328,10 +329,10 @@ class Checkpointer:
                 time.sleep(pause_s or 0.0)
         self.collect_finished()
 
-    def _save(self, stage: LoopState) -> None:
+    def _save(self, loop_state: LoopState) -> None:
         """Saves the current state. A save that fails is repeated at the next step, and raises after `MAX_FAILURES`."""
         scheduled = self.due
-        self._begin_save(stage)
+        self._begin_save(loop_state)
         if not self._is_saved():
             self._wait_for_pending()
             try:
@@ -339,14 +340,14 @@ class Checkpointer:
             except StorageError as error:
                 self._note_failure(error)
                 self._retry = scheduled
-        set_phase(stage.name, self.run.steps_done)
+        set_phase(loop_state.name, self.run.steps_done)
         self.run.timer.mark("other")
         self._lead_time.pause()
 
-    def _begin_save(self, stage: LoopState | None) -> None:
-        if stage is not None and stage.logged_at != stage.steps_done:
-            self._hold_log_point(stage)  # raises if a loss is non-finite, before it is saved
-        self.due, self._retry, self._since = False, False, time.monotonic()
+    def _begin_save(self, loop_state: LoopState | None) -> None:
+        if loop_state is not None and loop_state.logged_at != loop_state.steps_done:
+            self._hold_log_point(loop_state)  # raises if a loss is non-finite, before it is saved
+        self.due, self._retry, self._save_began = False, False, time.monotonic()
         self.run.timer.mark("checkpoint")
         set_phase("checkpoint", self.run.steps_done)
 
@@ -356,9 +357,12 @@ class Checkpointer:
 
     def _place(self) -> Place:
         """Returns the current place of the run."""
-        ended = sum(stage.ended for stage in self.run.stage_states)
+        ended = sum(each.ended for each in self.run.stage_states)
         return Place(
-            step=self.run.steps_done, epoch=self.run.epoch, stages_ended=ended, validated_at=self._validated
+            step=self.run.steps_done,
+            epoch=self.run.epoch,
+            stages_ended=ended,
+            validated_at=self._validated_at,
         )
 
     def _wait_for_pending(self) -> None:
@@ -414,7 +418,9 @@ class Checkpointer:
         if self.run.media and self._before_validation is None:  # a resumed run repeats the whole validation
             self.run.media.save_point(self.run.steps_done)
         self.saver.save(
-            state.contribution(pipe, state.gather(self.run) | {"run": shared}, from_root=self._from_root),
+            state.contribution(
+                pipe, state.gather(self.run) | {"run": shared}, from_root=self._saves_root_state
+            ),
             step=self.run.steps_done,
             local=facts["local"],
             metrics=self._metrics.scalars(self.run.steps_done),

@@ -32,8 +32,8 @@ class RankState:
 
     def capture(self) -> dict[str, Any]:
         """Returns random state and loader positions; "shared" has the positions that count all ranks together."""
-        stage, datasets = self._run.current_state, self._pipe.datasets
-        passes = stage.passes if stage else []
+        loop_state, datasets = self._run.current_state, self._pipe.datasets
+        passes = loop_state.passes if loop_state else []
         active = [each.loader for each in passes if not each.done]
         positions = {
             name: position(loader, active=any(loader is each for each in active))
