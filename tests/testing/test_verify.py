@@ -248,3 +248,7 @@ def test_two_runs_are_compared_step_by_step(tmp_path: Path, capsys: pytest.Captu
     assert code == 1 and told.startswith(
         "they differ: loss from step 2 on\n    step 2 (epoch 0): loss 2 (0x1.0"
     )
+    assert "hw.seed()" not in told
+    rows[1] |= {"loss": asdict(row(2))["loss"], "random": "another"}
+    other.ledger_file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert "only random numbers differ: seed Python, numpy and torch with hw.seed()" in compared()[1]

@@ -189,6 +189,9 @@ def points(golden: LedgerContents) -> Iterator[KillPoint]:
     yield KillPoint(name="end", step=steps[-1].step, every=often)
 
 
+_SEED_ADVICE = "only random numbers differ: seed Python, numpy and torch with hw.seed()"
+
+
 def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) -> tuple[bool, str]:
     """Returns whether two ledgers are equal, and what was compared or the first step that differs."""
     mine, theirs = golden.last, other.last
@@ -202,10 +205,12 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
     for step in mine:
         wrong = _differences(mine[step], theirs[step], same_ranks=same_ranks)
         if wrong:
-            return (
-                False,
-                f"{', '.join(wrong)} from step {step} on\n    {mine[step].describe()}\n    {theirs[step].describe()}",
-            )
+            lines = [
+                f"{', '.join(wrong)} from step {step} on",
+                *(contents[step].describe() for contents in (mine, theirs)),
+                *([_SEED_ADVICE] if wrong == ["random"] else []),
+            ]
+            return False, "\n    ".join(lines)
     losses = "losses, " if all(row.loss is not None for row in mine.values()) else "(no losses logged) "
     return True, f"{losses}samples and random numbers of all steps" if same_ranks else "samples of all steps"
 
