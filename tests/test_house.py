@@ -84,7 +84,7 @@ def test_no_submodule_overwrites_a_public_name_of_its_package() -> None:
 
 
 def test_a_sub_package_exports_what_somebody_imports_from_it() -> None:
-    """A second list of names that nobody reads is dead code. Those of `headway` and its rooms are the users'."""
+    """A second list of names that nobody reads is dead code. Those of `headway` and its packages are the users'."""
     imports = re.compile(r"from (headway(?:\.\w+){2,}) import (\([^)]*\)|[^\n]*)")
     places = [
         path for top in ("src", "tests", "benchmarks", "examples", "docs") for path in (ROOT / top).rglob("*")

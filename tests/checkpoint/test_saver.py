@@ -287,8 +287,8 @@ def test_a_helper_that_is_stopped_is_named_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank waited for half an hour without a word, also when it was asked to stop."""
-    monkeypatch.setattr(writer_process, "_LOOK_S", 0.01)
-    monkeypatch.setattr(writer_process, "_STOPPING_LOOKS", 5)
+    monkeypatch.setattr(writer_process, "_CHECK_S", 0.01)
+    monkeypatch.setattr(writer_process, "_STOPPING_CHECKS", 5)
     with Saver(tmp_path) as saver:
         saver.save({"x": 1}, step=1)
         saver.wait()

@@ -174,7 +174,7 @@ def test_strangers_that_are_silent_or_take_the_last_file_are_let_go() -> None:
 
     full: Any = Full()
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
-        patient, hasty = Strangers(expected=2), Strangers(expected=2, patience_s=0.0)
+        patient, hasty = Strangers(expected=2), Strangers(expected=2, proof_s=0.0)
         for strangers in (patient, hasty):
             for _ in range(4):
                 stack.enter_context(socket.create_connection(listener.getsockname()))

@@ -95,8 +95,8 @@ class Step:
                         last_change[number] = (found.get(number), now)
                 silence_s = {number: now - max(at, resumed) for number, (_, at) in last_change.items()}
                 busy = [number for number in last_change if "exit_code" not in found.get(number, {})]
-                patience_s = {n: self._silent_s if n in found else self._first_s for n in busy}
-                lost = tuple(number for number in busy if silence_s[number] > patience_s[number])
+                limit_s = {n: self._silent_s if n in found else self._first_s for n in busy}
+                lost = tuple(number for number in busy if silence_s[number] > limit_s[number])
                 if lost or (not busy and min(silence_s.values()) > self._over_s):
                     ended = self._end(until)
                     codes = [int(facts.get("exit_code", 0)) for facts in found.values()]
@@ -112,17 +112,17 @@ class Step:
         last = self._records.last_round
         if self._since is None or self._since[0] != last:
             self._since = (last, now)
-        patience_s = self._missing_s if missing else self._over_s
+        limit_s = self._missing_s if missing else self._over_s
         if missing and outcome is not None and outcome["exit_code"] == Stopped.exit_code:
-            patience_s = _STOPPING_S
-        return now - self._since[1] > patience_s
+            limit_s = _STOPPING_S
+        return now - self._since[1] > limit_s
 
     def _end(self, until: Callable[[], object]) -> int | None:
         """Ends the step by SIGTERM, which srun forwards to its tasks as SIGKILL, and then srun itself by SIGKILL."""
-        for number, patience_s in ((signal.SIGTERM, _SRUN_S), (signal.SIGKILL, _SRUN_S)):
+        for number, limit_s in ((signal.SIGTERM, _SRUN_S), (signal.SIGKILL, _SRUN_S)):
             with suppress(ProcessLookupError):
                 os.kill(self._pid, number)
-            deadline = time.monotonic() + patience_s
+            deadline = time.monotonic() + limit_s
             while (status := self._poll()) is None and time.monotonic() < deadline and not until():
                 time.sleep(_POLL_S)
             if status is not None or until():

@@ -40,11 +40,11 @@ from headway.system.retries import stop_requested
 _IGNORED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _REAP_S = 1.0
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 """between two checks of the writer process by a rank that waits for it"""
-_STOPPED_LOOKS = 10
+_STOPPED_CHECKS = 10
 """after how many checks in a row a stopped writer process is ended"""
-_STOPPING_LOOKS = 15
+_STOPPING_CHECKS = 15
 """after how many checks a rank that is requested to stop names the writer process"""
 
 
@@ -78,9 +78,9 @@ class WriterProcess:
             **details,
         }
         try:
-            patience = _Patience(process.pid, deadline, f"step {target.step} to {target.parent}")
-            _send(process.stdin.fileno(), json.dumps(message).encode() + b"\n", patience)
-            answer = _receive(process.stdout.fileno(), patience)
+            writer_wait = _WriterWait(process.pid, deadline, f"step {target.step} to {target.parent}")
+            _send(process.stdin.fileno(), json.dumps(message).encode() + b"\n", writer_wait)
+            answer = _receive(process.stdout.fileno(), writer_wait)
         except BrokenPipeError:
             answer = b""
         except (StorageError, TimeoutError):  # it is stopped, or takes too long
@@ -156,18 +156,18 @@ class WriterProcess:
         return process
 
 
-def _send(fd: int, data: bytes, patience: _Patience) -> None:
+def _send(fd: int, data: bytes, writer_wait: _WriterWait) -> None:
     view = memoryview(data)
     while view:
-        patience.wait(fd, select.POLLOUT)
+        writer_wait.wait(fd, select.POLLOUT)
         view = view[os.write(fd, view) :]
 
 
-def _receive(fd: int, patience: _Patience) -> bytes:
+def _receive(fd: int, writer_wait: _WriterWait) -> bytes:
     """Reads the next line; empty if the process has ended."""
     line = b""
     while not line.endswith(b"\n"):
-        patience.wait(fd, select.POLLIN)
+        writer_wait.wait(fd, select.POLLIN)
         piece = os.read(fd, 1 << 16)
         if not piece:
             return b""
@@ -176,7 +176,7 @@ def _receive(fd: int, patience: _Patience) -> bytes:
 
 
 @final
-class _Patience:
+class _WriterWait:
     """How long a rank waits for its writer process: until a deadline, and not for one that is stopped.
 
     While the run is requested to stop, the user waits for this save, so a warning names the process. `writing`
@@ -185,35 +185,35 @@ class _Patience:
 
     def __init__(self, pid: int, deadline: float, writing: str) -> None:
         self._pid, self._deadline, self._writing = pid, deadline, writing
-        self._stopped_looks = self._stopping_looks = 0
+        self._stopped_checks = self._stopping_checks = 0
 
     def wait(self, fd: int, event: int) -> None:
         waiting = select.poll()
         waiting.register(fd, event)
-        while not waiting.poll(max(0.0, min(_LOOK_S, self._deadline - time.monotonic())) * 1000):
+        while not waiting.poll(max(0.0, min(_CHECK_S, self._deadline - time.monotonic())) * 1000):
             if time.monotonic() >= self._deadline:
                 raise TimeoutError
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Counts checks, not seconds: time in which the whole job was suspended does not count."""
         try:
             state = psutil.Process(self._pid).status()
         except psutil.Error:  # it has just ended
             return
-        self._stopped_looks = self._stopped_looks + 1 if state == psutil.STATUS_STOPPED else 0
-        if self._stopped_looks >= _STOPPED_LOOKS:
+        self._stopped_checks = self._stopped_checks + 1 if state == psutil.STATUS_STOPPED else 0
+        if self._stopped_checks >= _STOPPED_CHECKS:
             raise StorageError(
                 f"the process that writes {self._writing} (pid {self._pid}) was stopped (SIGSTOP) for "
-                f"{_STOPPED_LOOKS * _LOOK_S:g} s, and is ended; earlier checkpoints are unchanged"
+                f"{_STOPPED_CHECKS * _CHECK_S:g} s, and is ended; earlier checkpoints are unchanged"
             )
-        self._stopping_looks += stop_requested.is_set()
-        if self._stopping_looks == _STOPPING_LOOKS:
+        self._stopping_checks += stop_requested.is_set()
+        if self._stopping_checks == _STOPPING_CHECKS:
             logger.warning(
                 "the run stops when process %d has written %s; it has not for %g s (%s)",
                 self._pid,
                 self._writing,
-                _STOPPING_LOOKS * _LOOK_S,
+                _STOPPING_CHECKS * _CHECK_S,
                 "it waits for the disk" if state == psutil.STATUS_DISK_SLEEP else state,
             )
 

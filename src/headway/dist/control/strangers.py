@@ -13,9 +13,9 @@ from typing import final
 
 from headway.dist.control.channel import Channel
 
-PATIENCE_S = 30.0
+_PROOF_S = 30.0
 """how long a connection may take to prove that it has the key; a busy node needs seconds"""
-_LEAST = 128
+_MIN_CONNECTIONS = 128
 _CROWDED_S = 0.05
 """how long to wait at the limit of open files before a connection in the queue is accepted"""
 
@@ -31,9 +31,9 @@ class Strangers:
     ...     channel.close()
     """
 
-    def __init__(self, *, expected: int, patience_s: float = PATIENCE_S) -> None:
-        self._most = max(_LEAST, expected)
-        self._patience_s = patience_s
+    def __init__(self, *, expected: int, proof_s: float = _PROOF_S) -> None:
+        self._most = max(_MIN_CONNECTIONS, expected)
+        self._proof_s = proof_s
         self._since: dict[Channel, float] = {}
         self._surplus = 0
 
@@ -69,7 +69,7 @@ class Strangers:
         self._surplus = 0
         found = []
         for number, (channel, since) in enumerate(self._since.items()):
-            if number >= surplus and time.monotonic() - since <= self._patience_s:
+            if number >= surplus and time.monotonic() - since <= self._proof_s:
                 break
             found.append(channel)
         for channel in found:
