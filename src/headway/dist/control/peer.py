@@ -22,6 +22,9 @@ from headway.dist.roster import RankInfo
 from headway.errors import RankFailure, UsageError
 from headway.system.retries import stop_requested
 
+_SILENT_FACTOR = 1.75
+"""after how many times its limit a rank reports a hub that does not reply; the agent, after 1.5 times, comes first"""
+
 
 @final
 class Peer:
@@ -142,7 +145,7 @@ class Peer:
                         return None
                     self._channel.feed(chunk)
                 elif (
-                    heartbeat.age >= 1.75 * heartbeat.limit
+                    heartbeat.age >= _SILENT_FACTOR * heartbeat.limit
                     and time.monotonic() - last_message >= heartbeat.limit / 2
                 ):
                     on_hub_silent()
