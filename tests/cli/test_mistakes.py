@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import pytest
 from headway.cli import VERBS, main
 from headway.cli.run import main as run_verb
 from headway.errors import StorageError, UsageError
+from headway.run import Run
 
 HEADWAY = [sys.executable, "-m", "headway"]
 
@@ -161,9 +163,34 @@ def test_a_reader_who_has_seen_enough_is_no_error(verb: str, tmp_path: Path) -> 
     assert command.wait() == 0
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("verb", ["runs", "runs rm", "report", "watch --once"])
+def test_closed_standard_streams_are_no_failure(tmp_path: Path, verb: str, closed: str) -> None:
+    """Some supervisors start a command without standard streams."""
+    run = Run.create(tmp_path / "runs", name="digits")
+    name = "" if verb == "runs" else run.id
+    script = f"{shlex.join(HEADWAY)} {verb} {name} {closed}; echo $? > code"
+    ended = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert "Traceback" not in ended.stderr
+    assert (tmp_path / "code").read_text().strip() == ("2" if verb == "runs rm" else "0")
+
+
 def test_an_empty_word_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "list", ""]) == 2
     assert "unrecognized arguments: an empty argument" in capsys.readouterr().err
+
+
+def test_an_empty_word_is_not_the_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`headway report "$RUN"` with an unset variable names no run."""
+    monkeypatch.chdir(tmp_path)
+    run = Run.create("runs", name="digits")
+    assert main(["report", ""]) == 2
+    assert "'' matches no run" in capsys.readouterr().err
+    assert not (run.path / "report.html").exists()
 
 
 def test_a_directory_that_is_gone_is_named(

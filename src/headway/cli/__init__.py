@@ -61,6 +61,7 @@ def help_text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code. Prints a `HeadwayError`, or an error of a file, as one sentence."""
+    _open_closed_streams()
     install_handler()
     _allow_any_text()
     args = list(sys.argv[1:] if argv is None else argv)
@@ -81,6 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error.__context__, BrokenPipeError):  # rich turns a closed pipe into SystemExit
             return DONE
         raise
+
+
+def _open_closed_streams() -> None:
+    """Opens /dev/null in place of standard streams that are closed, as by `>&-`: Python sets these to None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # gets the number of the stream, the lowest that is free
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode, encoding="utf-8"))
 
 
 def _allow_any_text() -> None:

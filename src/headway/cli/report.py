@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--times", action="store_true", help="also print where the time went")
     options = parser.parse_args(argv)
-    runs = resolve([options.run], options.root) if options.run else newest_run(options.root)
+    runs = resolve([options.run], options.root) if options.run is not None else newest_run(options.root)
     if options.output and len(runs) > 1:
         raise UsageError(
             f"{options.run!r} is a sweep of {len(runs)} runs: leave --output out, or name one run"
