@@ -172,9 +172,8 @@ def _verify(argv: list[str]) -> int:
     for path in overviews.find(options.place()):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only
             problems = verify(path)
-        removed = bool(problems) and not os.path.lexists(
-            path
-        )  # by a running training, which keeps the newest
+        # by a running training, which keeps the newest
+        removed = bool(problems) and not os.path.lexists(path)
         if not removed:
             found[path] = problems
         if not options.json:

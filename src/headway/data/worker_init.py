@@ -173,9 +173,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         gc.freeze()  # garbage of the rank may hold CUDA tensors, and freeing one in a fork aborts the process
         ignore_signals(worker)
-        faulthandler.register(
-            signal.SIGQUIT, file=2, all_threads=True
-        )  # the rank sends it to a silent worker
+        # the rank sends it to a silent worker
+        faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
         queues.Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
         if self._user_init is not None:
             self._user_init(worker)

@@ -155,6 +155,5 @@ def _conclude(shell: Shell, screen: Console, killed: Run, whole: Run) -> None:
         ),
         ("remove", f"rm -r {shlex.quote(str(shell.directory))}", ""),
     ):
-        screen.print(
-            Text.assemble((f"{label:<8}", "dim"), (words, style)), soft_wrap=True
-        )  # paths are not broken
+        # paths are not broken
+        screen.print(Text.assemble((f"{label:<8}", "dim"), (words, style)), soft_wrap=True)

@@ -65,9 +65,8 @@ class SignedStore(c10d.Store):
         return verify(self._key, f"the value of {key!r} in the store", found)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        expected = (
-            self._sign(key, expected_value) if expected_value else b""
-        )  # empty: the key does not exist yet
+        # empty: the key does not exist yet
+        expected = self._sign(key, expected_value) if expected_value else b""
         found = self._inner.compare_set(key, expected, self._sign(key, desired_value))  # type: ignore[arg-type]
         return verify(self._key, f"the value of {key!r} in the store", found) if found else b""
 

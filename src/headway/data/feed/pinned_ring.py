@@ -51,9 +51,8 @@ class PinnedRing:
             slot.copied.synchronize()
         slot.used = 0
         if len(slot.memory) < size:
-            whole = max(
-                _LEAST_BYTES, 1 << (size - 1).bit_length()
-            )  # ragged batches grow a slot a few times only
+            # ragged batches grow a slot a few times only
+            whole = max(_LEAST_BYTES, 1 << (size - 1).bit_length())
             slot.memory = torch.empty(whole, dtype=torch.uint8, pin_memory=True)
         return slot
 

@@ -40,9 +40,8 @@ class StagingThread:
 
     def __init__(self, feed: DeviceFeed) -> None:
         self._feed, self._stopped = feed, threading.Event()
-        self._items: Queue[_Item] = Queue(
-            maxsize=_AHEAD_BATCHES - 1
-        )  # a second batch waits to be put into it
+        # a second batch waits to be put into it
+        self._items: Queue[_Item] = Queue(maxsize=_AHEAD_BATCHES - 1)
         self._staged = defaultdict[int, deque[StagedBatch | None]](deque)  # a batch may come several times
         self._thread: threading.Thread | None = None
 

@@ -102,9 +102,8 @@ class Heartbeat:
             self._stack = files.open_private(
                 stack_file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND
             )
-            faulthandler.register(
-                signal.SIGQUIT, file=self._stack, all_threads=True
-            )  # before the file can be read
+            # before the file can be read
+            faulthandler.register(signal.SIGQUIT, file=self._stack, all_threads=True)
             self._memory = _mapped(heartbeat_file(directory, rank))
         self.move(self.phase, self.step)
 

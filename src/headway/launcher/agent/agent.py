@@ -148,9 +148,8 @@ class Agent:
             team.conclude({"exit_code": code, "record": None})  # other agents' ranks would wait for these
             raise
         except Exception as error:
-            team.fail(
-                error
-            )  # without a record the end of the other agents, by srun, would pass for the cause
+            # without a record the end of the other agents, by srun, would pass for the cause
+            team.fail(error)
             raise
         finally:
             self._kill(signal.SIGKILL)

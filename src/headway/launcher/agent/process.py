@@ -61,9 +61,8 @@ def start_rank(
 
     def prepare() -> None:  # in the child, before the program
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(
-                1, signal.SIGKILL
-            )  # PR_SET_PDEATHSIG: ends the rank if the agent is killed
+            # PR_SET_PDEATHSIG: ends the rank if the agent is killed
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             if cpus is not None:
                 os.sched_setaffinity(0, cpus)
         # until the rank has its handlers, a stop request must not kill it; the agent repeats the request

@@ -106,9 +106,8 @@ def _work_tree(root: Path) -> ProjectFiles:
         for name in _names(root, "--cached")
         if name not in modules
         and os.path.lexists(root / name)  # else it is deleted, and that is not yet committed
-        and not any(
-            map(is_link, PurePath(name).parents)
-        )  # a directory that became a link leads to other files
+        # a directory that became a link leads to other files
+        and not any(map(is_link, PurePath(name).parents))
     }
     added, generated, left_out = _new_files(root)
     for module in modules:

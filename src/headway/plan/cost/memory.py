@@ -138,9 +138,8 @@ def _accumulated_gradients(
     if expert_shards(layout) > 1:
         layers += share * parameters.experts
     elif layout.zero == 3:
-        layers += (
-            parameters.experts
-        )  # those that nothing shards; with ZeRO 2 they are among the sharded gradients
+        # those that nothing shards; with ZeRO 2 they are among the sharded gradients
+        layers += parameters.experts
     if stage == 0 and not layout.megatron:
         # until then each of torch's tensor-parallel ranks has a sum for the full vocabulary (traced)
         outer += model.vocab * model.hidden * (1 - 1 / layout.tp)

@@ -344,9 +344,8 @@ def _data_parallel(
         gathers = gather if layout.zero else reduce  # without ZeRO, gradients are gathered, too
         times = chunk_runs(layout.pp, m, layout.vpp) if layout.zero == 2 else 1
         reduces = times * reduce
-        exposed = times * max(
-            0.0, reduce - busy / m * 2 / 3
-        )  # the backward of its microbatch hides a reduction
+        # the backward of its microbatch hides a reduction
+        exposed = times * max(0.0, reduce - busy / m * 2 / 3)
         # the weights of a sharded optimizer are gathered during the next forward, gradients are not
         hidden = busy / m / 3 if layout.zero else busy / m * 2 / 3
         exposed += max(0.0, gathers - hidden)

@@ -25,9 +25,8 @@ def from_hf_config(path: str | Path) -> Transformer:
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
     config = HubConfig(data, str(file))
-    config.number(
-        "sliding_window", 0, at_least=0
-    )  # families that do not use it may have it, but not any value
+    # families that do not use it may have it, but not any value
+    config.number("sliding_window", 0, at_least=0)
     model = _READERS[str(kind)](config)
     extra = model.layer_extra + _switched_biases(config, str(kind), model)
     return replace(model, layer_extra=extra, name=file.parent.name or str(kind))
@@ -146,9 +145,8 @@ def _gpt_oss(c: HubConfig) -> Transformer:
     base = read_decoder(c)
     base = _windowed(c, base, "sliding_attention", base.layers - base.layers // 2)
     moe = _local_experts(c)
-    return replace(
-        base, bias="all", moe=moe, layer_extra=base.heads + moe.experts
-    )  # sinks, the router's bias
+    # sinks, the router's bias
+    return replace(base, bias="all", moe=moe, layer_extra=base.heads + moe.experts)
 
 
 def _llama4(c: HubConfig) -> Transformer:
@@ -171,9 +169,8 @@ def _qwen2_moe(c: HubConfig) -> Transformer:
 
 def _olmo2(c: HubConfig) -> Transformer:
     base = read_decoder(c)
-    return replace(
-        base, layer_extra=(base.heads + base.kv) * base.dim
-    )  # queries and keys are normed as a whole
+    # queries and keys are normed as a whole
+    return replace(base, layer_extra=(base.heads + base.kv) * base.dim)
 
 
 def _opt(c: HubConfig) -> Transformer:

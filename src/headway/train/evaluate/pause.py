@@ -59,9 +59,8 @@ def reading_from_start(run: RunState, loaders: Iterable[Iterable[Any]]) -> Itera
                 # called first on exit, so that the position is restored after it
                 stack.callback(set_epoch, loader, run.epoch)
             if isinstance(loader, StatefulObject):
-                set_epoch(
-                    loader, 1
-                )  # a loader that was just restored ignores `set_epoch` of its current epoch
+                # a loader that was just restored ignores `set_epoch` of its current epoch
+                set_epoch(loader, 1)
             set_epoch(loader, 0)
         yield
 

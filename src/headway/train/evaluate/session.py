@@ -162,9 +162,8 @@ def _load(state: RunState, run: Run, weights: EvalWeights) -> EvalSession:
     chosen = replace(chosen, source=chosen.locate(), at="last")
     path = Path(chosen.source)  # type: ignore[arg-type]
     try:
-        stamps = from_root(
-            lambda: read_stamps(path)
-        )  # before the weights, so that newer ones have other stamps
+        # before the weights, so that newer ones have other stamps
+        stamps = from_root(lambda: read_stamps(path))
         averaged = [model.name for model in pipe.registered_models.values() if _load_model(model, chosen)]
     except (NoValidCheckpoint, UsageError):
         if from_root(path.exists):

@@ -130,9 +130,8 @@ class Checkpointer:
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
         if choice.parent is not None and loaded.path == choice.parent:
-            self._last_save = SaveAttempt(
-                place=NOWHERE, scheduled=False
-            )  # the checkpoint is in the parent run
+            # the checkpoint is in the parent run
+            self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
             self._metrics.best = None  # and so is the best one
         self.run.run_hook("resume_run", self.pipe)
 

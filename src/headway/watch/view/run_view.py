@@ -87,9 +87,8 @@ class RunView:
         self._thorough = thorough
         self.metrics = MetricRows(run, thorough=thorough)
         self.ranks = RankTable(run)
-        self._messages: deque[Message] = deque(
-            maxlen=_MAX_MESSAGES
-        )  # without checkpoints, of which there are many
+        # without checkpoints, of which there are many
+        self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)
         self._tails: dict[str, RowTail] = {}
         self._nodes: dict[str, Row] = {}
         self._stage: Row = {}

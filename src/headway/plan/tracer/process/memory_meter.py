@@ -68,9 +68,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args)  # two of three calls only read the device of a tensor
         if func is _RANDOM and not args[0]:
             with unset_fake_temporarily():
-                return torch.tensor(
-                    0.5
-                )  # a model that draws a single number branches on it, as LayerDrop does
+                # a model that draws a single number branches on it, as LayerDrop does
+                return torch.tensor(0.5)
         small = _SMALL_ELEMENTS if self.phase == "build" else 1
         if _is_small_table(func, args, kwargs or {}, small):
             # models read such values (drop rates, widths, tables) while they are built
