@@ -522,6 +522,12 @@ def test_what_cannot_travel_to_another_process_is_refused() -> None:
         check_sink("csv")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("defined", [{"rank": 3}, {"__annotations__": {"local_rank": int}}])
+def test_a_setting_of_a_sink_is_not_overwritten(defined: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"sink Mine defines '(local_)?rank', which headway sets"):
+        type("Mine", (Csv,), defined)
+
+
 def test_numbers_of_a_row() -> None:
     row = {
         "kind": "checkpoint",

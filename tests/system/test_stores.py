@@ -197,6 +197,18 @@ def test_nothing_is_left_of_an_aborted_upload(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_directory_that_fails_is_a_storage_error(tmp_path: Path) -> None:
+    """Only a key that does not exist is a `FileNotFoundError`, on which callers decide."""
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "directory").mkdir()
+    store = LocalStore(tmp_path)
+    with pytest.raises(StorageError, match=r"could not read .*loop: Too many levels of symbolic links"):
+        store.head("loop")
+    for key in ("loop", "directory"):
+        with pytest.raises(StorageError, match=f"could not read .*{key}"):
+            store.get(key)
+
+
 def test_a_read_only_store_refuses_to_write(server: RangeServer) -> None:
     with pytest.raises(UsageError, match=r"is read-only: a\.tar cannot be written"):
         HttpStore(server.url).put("a.tar")

@@ -28,10 +28,12 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.
 
 
 @contextmanager
-def storage(doing: str) -> Iterator[None]:
-    """Turns an `OSError` into a `StorageError` that says what could not be done, and why."""
+def storage(doing: str, *, passing: type[OSError] | tuple[()] = ()) -> Iterator[None]:
+    """Turns an `OSError` into a `StorageError` that says what could not be done, and why; not one of type `passing`."""
     try:
         yield
+    except passing:
+        raise
     except OSError as error:
         raise StorageError(
             f"could not {doing}: {error.strerror or error}; check space, quota and mount of that file system"

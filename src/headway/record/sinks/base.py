@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -56,6 +57,12 @@ class Sink(ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        for name in ("rank", "local_rank"):
+            if name in cls.__dict__ or name in get_annotations(cls):
+                raise UsageError(
+                    f"sink {cls.__name__} defines {name!r}, which headway sets in the process that feeds it: choose "
+                    "another name"
+                )
         if "name" not in cls.__dict__:
             cls.name = cls.__name__.lower()
         if "title" not in cls.__dict__:

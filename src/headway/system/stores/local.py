@@ -33,13 +33,15 @@ class LocalStore(Store):
         yield from (self.head(key) for key in found)
 
     def head(self, key: str) -> ObjectInfo:
-        status = (self._root / check_key(key)).stat()
+        path = self._root / check_key(key)
+        with files.storage(f"read {path}", passing=FileNotFoundError):
+            status = path.stat()
         return ObjectInfo(key=key, size=status.st_size, version=f"{status.st_mtime_ns}-{status.st_ino}")
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         check_range(start, stop)
         path = self._root / check_key(key)
-        with path.open("rb") as file, files.storage(f"read {path}"):
+        with files.storage(f"read {path}", passing=FileNotFoundError), path.open("rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
 
