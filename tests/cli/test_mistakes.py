@@ -182,14 +182,30 @@ def test_an_empty_word_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unrecognized arguments: an empty argument" in capsys.readouterr().err
 
 
-def test_an_empty_word_is_not_the_newest_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "report|",
+        "report|-o|",
+        "runs|--root|",
+        "runs|rebuild|",
+        "watch|",
+        "web|--root|",
+        "checkpoint|show|",
+        "checkpoint|verify|",
+        "data|pack||",
+        "run|",
+        "submit|",
+    ],
+)
+def test_an_empty_word_is_not_this_directory_or_the_newest_run(
+    argv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`headway report "$RUN"` with an unset variable names no run."""
+    """`headway report "$RUN"` with an unset variable."""
     monkeypatch.chdir(tmp_path)
     run = Run.create("runs", name="digits")
-    assert main(["report", ""]) == 2
-    assert "'' matches no run" in capsys.readouterr().err
+    assert main(argv.split("|")) == 2
+    assert "got an empty argument, perhaps an unset variable; see: headway" in capsys.readouterr().err
     assert not (run.path / "report.html").exists()
 
 

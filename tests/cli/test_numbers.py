@@ -130,7 +130,7 @@ def test_every_number_of_every_verb(
             for value in NEVER:  # before the verb does anything
                 checked += 1
                 with pytest.raises(
-                    parser.UsageError, match=f"argument {flag}: (.* is not a|expected one)"
+                    parser.UsageError, match=f"argument {flag}: (.* is not a|expected one|got an empty)"
                 ) as caught:
                     parse_args(each.parser, line(each, action, value))
                 assert len(str(caught.value)) < 200, value[:9]

@@ -66,6 +66,12 @@ class Parser(argparse.ArgumentParser):
         _stop_if_inspecting(self)
         return super().parse_known_intermixed_args(*given)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Refuses empty words, which no argument of headway's own takes: an empty path would be this directory."""
+        if "" in arg_strings and action.nargs != argparse.REMAINDER:
+            raise argparse.ArgumentError(action, "got an empty argument, perhaps an unset variable")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         _, unknown, words = message.partition("unrecognized arguments: ")
         if unknown:
