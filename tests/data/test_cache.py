@@ -440,11 +440,11 @@ def test_a_forked_child_does_not_hold_the_locks_of_its_parent(tmp_path: Path) ->
     folder = CacheDirectory.join(tmp_path, Deadline(1))
     forking = multiprocessing.get_context("fork")
     done = forking.Event()
-    with folder.ledger(Deadline(1)), warnings.catch_warnings():
+    with folder.space_lock(Deadline(1)), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         worker = forking.Process(target=done.wait, args=[60])
         worker.start()
-    with folder.ledger(Deadline(30)):
+    with folder.space_lock(Deadline(30)):
         assert worker.is_alive()
     assert folder.leave(), "nor does it use the cache"
     done.set()

@@ -100,7 +100,7 @@ def test_a_shard_that_somebody_was_in_the_way_of_is_tried_again(
     def late(cache: CachedShards, path: Path, *how: Any) -> None:
         if path not in tried:
             tried.add(path)
-            raise LockTimeout("waited 0 s for the ledger of the cache")
+            raise LockTimeout("waited 0 s for the lock on the space of the cache")
         prepare(cache, path, *how)
         if len(cache._held) == 12:
             prepared.set()

@@ -20,7 +20,7 @@ from waiting import wait_until
 from headway.dist import join as join_module
 from headway.dist.control import hang_watch
 from headway.dist.control.hub import Hub
-from headway.dist.control.strangers import Strangers
+from headway.dist.control.unauthenticated import UnauthenticatedConnections
 from headway.dist.group import RankGroup
 from headway.dist.roster import RankInfo
 from headway.errors import UsageError
@@ -174,7 +174,10 @@ def test_strangers_that_are_silent_or_take_the_last_file_are_let_go() -> None:
 
     full: Any = Full()
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
-        patient, hasty = Strangers(expected=2), Strangers(expected=2, proof_s=0.0)
+        patient, hasty = (
+            UnauthenticatedConnections(expected=2),
+            UnauthenticatedConnections(expected=2, proof_s=0.0),
+        )
         for strangers in (patient, hasty):
             for _ in range(4):
                 stack.enter_context(socket.create_connection(listener.getsockname()))

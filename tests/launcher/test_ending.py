@@ -127,6 +127,16 @@ def test_an_agent_whose_start_was_replaced_leaves_the_newer_ones_run_alone(
     assert run.write_failure({"rank": 0, "error": "of the newer one"})
 
 
+def test_a_cause_that_another_node_has_just_recorded_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of a network file system remembers that a file did not exist, until its directory is listed."""
+    (tmp_path / "failure.json").write_text(json.dumps({"kind": "exception", "rank": 3, "exit_code": 1}))
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    assert first_failure(tmp_path / "failure.json", {1: 1}, {1: 5})["rank"] == 3
+    assert first_failure(tmp_path / "gone" / "failure.json", {1: 1}, {1: 5})["rank"] == 1
+
+
 def test_a_cause_is_said_though_it_cannot_be_written(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,17 @@ def storage(doing: str, *, passing: type[OSError] | tuple[()] = ()) -> Iterator[
         ) from error
 
 
+def is_listed(path: Path) -> bool:
+    """Whether a file exists, also if another node has just made it.
+
+    A network file system may remember for a while that a file did not exist; listing the directory shows it.
+    """
+    try:
+        return any(each.name == path.name for each in path.parent.iterdir())
+    except FileNotFoundError:
+        return False
+
+
 def make_dir(path: Path) -> None:
     """Creates a directory that only its owner may use; an existing one is an error."""
     path.mkdir(mode=0o700)

@@ -22,7 +22,7 @@ from headway.train.diagnose.evidence import explain_out_of_memory
 from headway.train.diagnose.plan_check import with_plan
 from headway.train.diagnose.profiler import profiling
 from headway.train.loop_state import LoopState, StageStatus
-from headway.train.metrics.history import MetricRow
+from headway.train.metrics.history import HistoryRow
 from headway.train.metrics.meter import LogPoint
 from headway.train.metrics.reporter import Reporter
 from headway.train.metrics.stragglers import Stragglers, busy
@@ -227,8 +227,8 @@ class RunState:
                 for callback in self.callbacks:
                     callback.log_point(state.stage, kind, point)
 
-    def _row(self, state: LoopState, values: Mapping[str, Any]) -> MetricRow:
-        return MetricRow(stage=state.name, epoch=state.epoch, step=self.steps_done, values=values)
+    def _row(self, state: LoopState, values: Mapping[str, Any]) -> HistoryRow:
+        return HistoryRow(stage=state.name, epoch=state.epoch, step=self.steps_done, values=values)
 
     def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
         slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self.timer.every > 1)

@@ -117,7 +117,7 @@ def _reserve(directory: CacheDirectory, part: FileLock, source: ShardFile, reque
     """Reserves space for the whole copy, so that writing cannot fail later and the budget is respected."""
     os.ftruncate(part.fd, 0)  # a process that was killed may have left bytes in it
     needed = -(-(len(source) + len(_note(source, Crc32()).line())) // _PAGE_BYTES) * _PAGE_BYTES
-    with directory.ledger(request.deadline):
+    with directory.space_lock(request.deadline):
         limit = budgets.parse_budget(request.budget, budgets.total_bytes(directory.path))
         if needed > limit:
             raise NotCached(f"it has {len(source)} bytes, and the budget is {limit}")

@@ -33,9 +33,9 @@ from headway.system.failpoints import failpoint
 from headway.system.limits import boot_id
 from headway.system.locks import Deadline, FileLock
 
-_LIVE, _LEDGER = "live", "ledger"
+_LIVE, _SPACE_LOCK = "live", "ledger"  # names of files, which caches of older versions share
 _COPIES = re.compile(r"[0-9a-f]{32}-\d+\.(shard|part)")
-_ALL = re.compile(rf"{_COPIES.pattern}|slot-\d+|{_LEDGER}|{_LIVE}")
+_ALL = re.compile(rf"{_COPIES.pattern}|slot-\d+|{_SPACE_LOCK}|{_LIVE}")
 _MAX_NOTE_BYTES = 65536
 _CLEARING = "the last process to remove the cache"
 
@@ -186,12 +186,12 @@ class CacheDirectory:
     # --- space
 
     @contextmanager
-    def ledger(self, deadline: Deadline) -> Iterator[None]:
+    def space_lock(self, deadline: Deadline) -> Iterator[None]:
         """Excludes other processes from taking or freeing space."""
         while True:
-            with self._open(_LEDGER, os.O_RDWR | os.O_CREAT) as handle:
-                handle.acquire(deadline, "the ledger of the cache")
-                if self._has_name(handle, _LEDGER):
+            with self._open(_SPACE_LOCK, os.O_RDWR | os.O_CREAT) as handle:
+                handle.acquire(deadline, "the lock on the space of the cache")
+                if self._has_name(handle, _SPACE_LOCK):
                     yield
                     return
 
@@ -241,7 +241,7 @@ class CacheDirectory:
 
     def sweep(self, deadline: Deadline) -> int:
         """Removes parts whose process has ended; returns how many bytes."""
-        with self.ledger(deadline):
+        with self.space_lock(deadline):
             return sum(self._remove(name) for name in self._names() if name.endswith(".part"))
 
     def _remove(self, name: str) -> int:

@@ -167,7 +167,7 @@ class CachedShards:
         missing = shortage_bytes(self._directory.path)
         if missing:
             self._held = {}
-            with self._directory.ledger(Deadline(0)):
+            with self._directory.space_lock(Deadline(0)):
                 self._directory.free(missing, self._order, -1)
 
     def prepare(self, path: Path, turn: int, is_cancelled: Callable[[], bool]) -> None:

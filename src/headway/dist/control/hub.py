@@ -23,7 +23,7 @@ from typing import final
 from headway.dist.control.agreement import SUBJECTS
 from headway.dist.control.channel import Channel, Message, UntrustedPeer
 from headway.dist.control.hang_watch import HangWatch
-from headway.dist.control.strangers import Strangers
+from headway.dist.control.unauthenticated import UnauthenticatedConnections
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
 from headway.dist.roster import RankInfo, place_ranks
@@ -67,7 +67,7 @@ class Hub(threading.Thread):
         self._on_all_down = on_all_down
         self._ranks: dict[int, RankInfo] = {}
         self._channels: dict[int, Channel] = {}
-        self._strangers = Strangers(expected=world_size)
+        self._unauthenticated = UnauthenticatedConnections(expected=world_size)
         self._left: set[int] = set()
         self._rounds = {subject: _Round() for subject in SUBJECTS}
         self._echo: FailureRecord | None = None
@@ -95,8 +95,8 @@ class Hub(threading.Thread):
                     self._accept()
                 else:
                     self._read(key.data)
-            for stranger in self._strangers.overdue():
-                self._drop(stranger)
+            for channel in self._unauthenticated.overdue():
+                self._drop(channel)
             if self._echo and time.monotonic() >= self._echo_deadline:
                 self._broadcast_abort(self._attribute_to_early_leaver(self._echo))
             self._check_for_hang()
@@ -121,18 +121,18 @@ class Hub(threading.Thread):
     def close(self) -> None:
         """Closes every connection; in a forked child, only the child's copies of them."""
         self._listener.close()
-        self._strangers.close()
+        self._unauthenticated.close()
         for channel in self._channels.values():
             channel.close()
 
     def _accept(self) -> None:
-        channel = self._strangers.accept(self._listener, self._key)
+        channel = self._unauthenticated.accept(self._listener, self._key)
         if channel is not None:
             self._selector.register(channel.socket, selectors.EVENT_READ, _Connection(channel))
 
     def _drop(self, channel: Channel) -> None:
         self._selector.unregister(channel.socket)
-        self._strangers.trust(channel)
+        self._unauthenticated.trust(channel)
         channel.close()
 
     def _read(self, connection: _Connection) -> None:
@@ -140,7 +140,7 @@ class Hub(threading.Thread):
             chunk = connection.channel.socket.recv(65536)
             connection.channel.feed(chunk)
             for message in connection.channel.messages():
-                self._strangers.trust(connection.channel)
+                self._unauthenticated.trust(connection.channel)
                 self._on_message(connection, message)
         except (OSError, UntrustedPeer):
             chunk = b""

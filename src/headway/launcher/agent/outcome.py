@@ -55,7 +55,7 @@ def reason(outcome: Mapping[str, Any]) -> str:
 
 def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> FailureRecord:
     """Returns the first cause that the ranks recorded, with the exit status that only their parent process has."""
-    if path.exists():
+    if files.is_listed(path):
         record: FailureRecord = parse_json(files.read_regular(path))
         if record["kind"] == "vanished" and record["rank"] in ended:
             status = ended[record["rank"]]

@@ -270,8 +270,8 @@ class Team:
         """Reads a record of another agent; None while it does not exist or cannot be read."""
         self._trouble = None
         try:
-            # listing the directory makes a network file system notice a file that did not exist before
-            list(path.parent.iterdir())
+            if not files.is_listed(path):
+                return None
             found: dict[str, Any] = json.loads(ownership.read_private(path))
             return found
         except FileNotFoundError:

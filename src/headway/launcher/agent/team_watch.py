@@ -16,7 +16,7 @@ from functools import partial
 from typing import final
 
 from headway.dist.control.channel import Channel, UntrustedPeer, connect
-from headway.dist.control.strangers import Strangers
+from headway.dist.control.unauthenticated import UnauthenticatedConnections
 from headway.dist.rendezvous import HubAddress, listen_on
 from headway.launcher.agent.standstill import Standstill
 
@@ -42,7 +42,7 @@ class TeamWatch:
         self._number, self._size = number, size
         self._beat_s, self._silent_s = beat_s, silent_s
         self._last_message: dict[int, float] = {}  # agent -> when its last message arrived
-        self._strangers = Strangers(expected=size)
+        self._unauthenticated = UnauthenticatedConnections(expected=size)
         self._standstill = Standstill(longest_s=silent_s / 2)
         self._ended = threading.Event()
         self._listener: socket.socket | None = None
@@ -108,21 +108,21 @@ class TeamWatch:
                         self._accept(listener, selector, key)
                     elif not self._answer(found.data):
                         self._drop(found.data, selector)
-                for stranger in self._strangers.overdue():
-                    self._drop(stranger, selector)
+                for channel in self._unauthenticated.overdue():
+                    self._drop(channel, selector)
             for found in list(selector.get_map().values()):
                 if isinstance(found.data, Channel):
                     found.data.close()
 
     def _accept(self, listener: socket.socket, selector: selectors.BaseSelector, key: bytes) -> None:
-        channel = self._strangers.accept(listener, key)
+        channel = self._unauthenticated.accept(listener, key)
         if channel is not None:
             channel.socket.settimeout(self._beat_s)
             selector.register(channel.socket, selectors.EVENT_READ, channel)
 
     def _drop(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         selector.unregister(channel.socket)
-        self._strangers.trust(channel)
+        self._unauthenticated.trust(channel)
         channel.close()
 
     def _answer(self, channel: Channel) -> bool:
@@ -131,7 +131,7 @@ class TeamWatch:
             chunk = channel.socket.recv(65536)
             channel.feed(chunk)
             for message in channel.messages():
-                self._strangers.trust(channel)
+                self._unauthenticated.trust(channel)
                 self._last_message[int(message["agent"])] = time.monotonic()
                 channel.send({"agent": 0})
         except (OSError, UntrustedPeer):

@@ -16,7 +16,7 @@ MAX_LOG_POINTS = 10_000
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MetricRow:
+class HistoryRow:
     """Metrics at one moment of a run; `step` counts through all stages."""
 
     stage: str
@@ -36,8 +36,8 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.epochs: list[MetricRow] = []
-        self.log_points: deque[MetricRow] = deque(maxlen=MAX_LOG_POINTS)
+        self.epochs: list[HistoryRow] = []
+        self.log_points: deque[HistoryRow] = deque(maxlen=MAX_LOG_POINTS)
 
     def __getitem__(self, name: str) -> list[Value]:
         """Returns the value of each epoch that has one; for a metric of log points only, the last in each epoch."""
@@ -70,9 +70,9 @@ class History:
         return {"epochs": [asdict(row) for row in self.epochs], "points": json.dumps(points)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.epochs = [MetricRow(**row) for row in state["epochs"]]
+        self.epochs = [HistoryRow(**row) for row in state["epochs"]]
         points = (
-            MetricRow(stage=stage, epoch=epoch, step=step, values=values)
+            HistoryRow(stage=stage, epoch=epoch, step=step, values=values)
             for stage, epoch, step, values in json.loads(state["points"])
         )
         self.log_points = deque(points, maxlen=MAX_LOG_POINTS)

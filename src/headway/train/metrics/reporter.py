@@ -17,7 +17,7 @@ from headway.run import Run
 from headway.system.text import format_bytes
 from headway.train.batches import FirstBatch, count_batches
 from headway.train.metrics.display import Display, ProgressSnapshot, open_display
-from headway.train.metrics.history import MetricRow
+from headway.train.metrics.history import HistoryRow
 from headway.train.metrics.meter import LogPoint
 from headway.train.model.parallel import RegisteredModel
 
@@ -169,14 +169,14 @@ class Reporter:
             self._peak, self._peak_at = torch.cuda.max_memory_allocated(self._world.device), now
         return self._peak
 
-    def end_epoch(self, state: LoopState, row: MetricRow) -> None:
+    def end_epoch(self, state: LoopState, row: HistoryRow) -> None:
         """Writes the row of an epoch; `show_epoch` shows it."""
         self._shown.update(row.values)
         if self._world.is_root:
             self._write_epoch(row, row.values)
         self._ended = self._snapshot(state, row.step)
 
-    def _write_epoch(self, row: MetricRow, values: Mapping[str, Any], **more: Any) -> None:
+    def _write_epoch(self, row: HistoryRow, values: Mapping[str, Any], **more: Any) -> None:
         place = {"stage": row.stage, "epoch": row.epoch, "step": row.step}
         self._rows.write({"kind": "epoch", "time": time.time(), **place, "metrics": dict(values), **more})
 
@@ -186,7 +186,7 @@ class Reporter:
             self._display.end_epoch(self._ended)
         self._ended = None
 
-    def extend_epoch(self, row: MetricRow, point: LogPoint) -> None:
+    def extend_epoch(self, row: HistoryRow, point: LogPoint) -> None:
         """Writes metrics that were logged after the row of an epoch as another row of the same epoch."""
         self._shown.update(point.values)
         values = point.values if self._world.is_root else {}

@@ -21,13 +21,13 @@ _CROWDED_S = 0.05
 
 
 @final
-class Strangers:
-    """The unproved connections of one port, the oldest first; `expected` is how many will prove themselves.
+class UnauthenticatedConnections:
+    """The connections of one port that have not sent a signed message, the oldest first; `expected` of them will.
 
-    >>> strangers = Strangers(expected=8)
-    >>> channel = strangers.accept(listener, key)
-    >>> strangers.trust(channel)  # it has sent a message that is signed
-    >>> for channel in strangers.overdue():
+    >>> connections = UnauthenticatedConnections(expected=8)
+    >>> channel = connections.accept(listener, key)
+    >>> connections.trust(channel)  # it has sent a message that is signed
+    >>> for channel in connections.overdue():
     ...     channel.close()
     """
 
