@@ -49,13 +49,21 @@ def test_every_file_is_linted() -> None:
 # --- one name, one meaning
 
 
-def test_class_names_are_unique() -> None:
-    homes: dict[str, list[str]] = {}
+def test_names_of_classes_and_types_mean_one_thing() -> None:
+    """Two packages that may not import each other may write the same alias, such as that of an array of bytes."""
+    meanings: dict[str, dict[str, list[str]]] = {}
     for path in MODULES:
         for node in tree(path).body:
             if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(name_of(path))
-    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+                name, meaning = node.name, f"class in {name_of(path)}"
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                name, meaning = ast.unparse(target), ast.unparse(node.value)
+            else:
+                continue
+            if re.fullmatch(r"[A-Z][a-z]\w*", name):
+                meanings.setdefault(name, {}).setdefault(meaning, []).append(name_of(path))
+    assert {name: found for name, found in meanings.items() if len(found) > 1} == {}
 
 
 def public_names(package: Path) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Literal, final
 from headway.cli.parser import Parser, Verb, inspect_verb
 from headway.errors import UsageError
 
-Value = Literal["none", "directory", "run", "choice", "other"]
+ValueKind = Literal["none", "directory", "run", "choice", "other"]
 
 
 @final
@@ -22,7 +22,7 @@ class CommandOption:
 
     names: Sequence[str]
     does: str
-    value: Value
+    value: ValueKind
     choices: Sequence[str] = ()
 
 
@@ -89,7 +89,7 @@ def _read(verb: Verb, words: tuple[str, ...], does: str, below: Mapping[str, Ver
 
 
 def _option(action: argparse.Action) -> CommandOption:
-    value: Value = "other"
+    value: ValueKind = "other"
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         value = "none"
     elif action.choices is not None:

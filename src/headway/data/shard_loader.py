@@ -29,7 +29,7 @@ from headway.data.images.device.availability import usable_gpu
 from headway.data.images.transforms import ImageTransform
 from headway.data.label_watch import LabelWatch
 from headway.data.order.batch_split import BatchSplit
-from headway.data.order.batching import EpochBatcher, Tail
+from headway.data.order.batching import EpochBatcher, TailPolicy
 from headway.data.order.lookup import describe_order
 from headway.data.order.mix_order import MixOrder, check_places, datasets_changed
 from headway.data.order.order import Shuffle, check_same_order, whole_number
@@ -86,7 +86,7 @@ class ShardLoader:
         seed: int = 0,
         lanes: int = 24,
         window: int = 4096,
-        tail: Tail = "carry",
+        tail: TailPolicy = "carry",
         steps_per_epoch: int | None = None,
         transform: Transform | ImageTransform | None = None,
         decoders: Mapping[str, Decoder] | None = None,

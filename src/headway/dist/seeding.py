@@ -17,13 +17,13 @@ import torch.distributed as td
 
 from headway.errors import UsageError
 
-Scope = Literal["shared", "rank"]
+SeedScope = Literal["shared", "rank"]
 
 _KEY = b"headway.dist.seeding.1"  # another key would change every run's random numbers
 _LARGEST = 2**64 - 1
 
 
-def seed(base: int, *, deterministic: bool = False, scope: Scope = "shared") -> None:
+def seed(base: int, *, deterministic: bool = False, scope: SeedScope = "shared") -> None:
     """Seeds torch, `random` and numpy on this rank.
 
     torch's generators (CPU and accelerators) become equal on all ranks, so that models start with equal
@@ -68,7 +68,7 @@ def _check(base: int, scope: str) -> None:
         )
     if not 0 <= base <= _LARGEST:
         raise UsageError(f"seed {base} is out of range: give a number from 0 to 2**64 - 1")
-    if scope not in get_args(Scope):
+    if scope not in get_args(SeedScope):
         raise UsageError(
             f'scope={scope!r} is not valid: use "shared" (equal on all ranks) or "rank" (different)'
         )

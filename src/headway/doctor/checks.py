@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from headway.dist.topology.machine import Topology
     from headway.dist.topology.nvml import Driver
 
-Verdict = Literal["ok", "warn", "bad"]
-SEVERITY: Mapping[Verdict, int] = {"ok": 0, "warn": 1, "bad": 2}
+CheckVerdict = Literal["ok", "warn", "bad"]
+SEVERITY: Mapping[CheckVerdict, int] = {"ok": 0, "warn": 1, "bad": 2}
 
 _GIB = 2**30
 _OPEN_FILES_MIN = 4096
@@ -52,7 +52,7 @@ class CheckResult:
     """One line of the report. `warn`: may cost speed or safety; `bad`: runs will fail; `advice`: what to do."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     detail: str
     advice: str = ""
 
@@ -66,7 +66,7 @@ class MachineReport:
     topology: Topology | None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         """The worst verdict of all checks."""
         return worst(check.verdict for check in self.checks)
 
@@ -107,7 +107,7 @@ def examine_node(
     return [*checks, *system(), *run_root(root)], topology
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
+def worst(verdicts: Iterable[CheckVerdict]) -> CheckVerdict:
     """Returns the worst verdict; "ok" if there are none.
 
     >>> worst(["ok", "bad", "warn"])

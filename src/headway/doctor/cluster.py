@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any, final
 
-from headway.doctor.checks import SEVERITY, CheckResult, Verdict, bad, ok, warn, worst
+from headway.doctor.checks import SEVERITY, CheckResult, CheckVerdict, bad, ok, warn, worst
 from headway.system.text import plural, shorten_list
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ClusterReport:
     interconnect: Mapping[str, Any]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         """The worst verdict of all checks."""
         return worst(check.verdict for check in self.checks)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 WarningFilter = tuple[Any, re.Pattern[str] | str | None, type[Warning], re.Pattern[str] | str | None, int]
-Outcome = Literal["passed", "failed", "skip", "xfail", "exit"]
+CallOutcome = Literal["passed", "failed", "skip", "xfail", "exit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class RankTask:
 class RankReport:
     """How a test ended on one rank."""
 
-    outcome: Outcome
+    outcome: CallOutcome
     reason: str
     """in a line"""
     text: str

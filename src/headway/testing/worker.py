@@ -29,7 +29,7 @@ from _pytest.config import _prepareconfig
 
 from headway.system import environment, failpoints
 from headway.testing import body, leaks
-from headway.testing.protocol import Outcome, RankReport, RankTask, WorkerSetup
+from headway.testing.protocol import CallOutcome, RankReport, RankTask, WorkerSetup
 
 
 def main(fd: int, stack_fd: int) -> None:
@@ -123,7 +123,7 @@ class _RankWorker:
         pytest.register_assert_rewrite(*(task.rewrite - sys.modules.keys()))
         failpoints.reset_calls()
 
-    def _attempt(self, task: RankTask) -> tuple[Outcome, str, str]:
+    def _attempt(self, task: RankTask) -> tuple[CallOutcome, str, str]:
         """Loads and calls the test. Its traceback, and all that its frames hold, is freed when this returns."""
         loading = pytest.CallInfo.from_call(partial(body.load, self.config, task), when="setup")
         if loading.excinfo is not None:
@@ -135,7 +135,7 @@ class _RankWorker:
 
     def _describe(
         self, excinfo: pytest.ExceptionInfo[BaseException], task: RankTask
-    ) -> tuple[Outcome, str, str]:
+    ) -> tuple[CallOutcome, str, str]:
         match excinfo.value:
             case pytest.skip.Exception() | unittest.SkipTest():
                 return "skip", str(excinfo.value), ""

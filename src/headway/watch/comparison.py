@@ -145,16 +145,16 @@ def _depth(text: str) -> int:
     return max(accumulate(steps), default=0)
 
 
-History = dict[str, list[tuple[int, float | str]]]
+MetricCurves = dict[str, list[tuple[int, float | str]]]
 
 
-def _history(run: Run) -> History:
+def _history(run: Run) -> MetricCurves:
     """Returns all values of each metric by step. Of steps that a restart repeats, only the newest values count.
 
     Rows of epochs have means over the epoch: they count only for metrics that no log point has.
     """
-    points: History = {}
-    epochs: History = {}
+    points: MetricCurves = {}
+    epochs: MetricCurves = {}
     restarts = RestartDetector()
     for row in metric_rows(run):
         step, metrics = row["step"], row["metrics"]
@@ -225,7 +225,7 @@ def best_point(name: str, series: Series) -> tuple[float, int] | None:
     return best, series.steps[values.index(best)]
 
 
-def _default_metrics(histories: Sequence[History]) -> dict[str, Better | None]:
+def _default_metrics(histories: Sequence[MetricCurves]) -> dict[str, Better | None]:
     """Chooses the metrics to show by default: those with a known direction, validation first."""
     directed = {name: better for name, better in map(_direction, _union(histories)) if better}
     names = sorted(directed, key=lambda name: (name.startswith("train"), directed[name] != "min"))

@@ -14,7 +14,7 @@ from headway.data.order.permutation import Ints
 from headway.data.order.timeline import Timeline
 from headway.errors import UsageError, unknown_name
 
-Tail = Literal["carry", "drop", "pad"]
+TailPolicy = Literal["carry", "drop", "pad"]
 
 _MAX_POSITIONS = 8192  # located at a time
 
@@ -43,11 +43,11 @@ class EpochBatcher:
         split: BatchSplit,
         *,
         shuffle: bool,
-        tail: Tail,
+        tail: TailPolicy,
         steps: int | None = None,
     ) -> None:
-        if tail not in get_args(Tail):
-            raise unknown_name("tail", tail, get_args(Tail))
+        if tail not in get_args(TailPolicy):
+            raise unknown_name("tail", tail, get_args(TailPolicy))
         if steps is not None and (steps < 1 or not shuffle):
             raise UsageError(
                 f"steps_per_epoch={steps}: give at least 1, and for training only; with shuffle=False, an epoch is "

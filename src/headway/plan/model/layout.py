@@ -10,7 +10,7 @@ from headway.plan import checks
 from headway.plan.model.transformer import Transformer
 
 Recompute = Literal["none", "selective", "modules", "sac", "full"]
-Schedule = Literal["1f1b", "zero-bubble"]
+PipelineSchedule = Literal["1f1b", "zero-bubble"]
 Dispatcher = Literal["fused", "all-to-all"]
 Graphs = Literal["none", "layers", "step"]
 MOST_GPUS = 10_000_000
@@ -83,7 +83,7 @@ class Layout:
     """Pipeline stages."""
     vpp: int = 1
     """Model chunks per pipeline rank (interleaved schedule)."""
-    schedule: Schedule = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     """Pipeline schedule. zero-bubble: weight gradients are computed in time that would be idle."""
     cp: int = 1
     """Context parallelism: ranks that split a sequence."""
@@ -148,7 +148,7 @@ class Layout:
         checks.require_number("layout.bucket_MB", self.bucket_MB)
         checks.require_choice("layout.zero", self.zero, (0, 1, 2, 3))
         checks.require_choice("layout.recompute", self.recompute, get_args(Recompute))
-        checks.require_choice("layout.schedule", self.schedule, get_args(Schedule))
+        checks.require_choice("layout.schedule", self.schedule, get_args(PipelineSchedule))
         checks.require_choice("layout.dispatcher", self.dispatcher, get_args(Dispatcher))
         checks.require_choice("layout.graphs", self.graphs, get_args(Graphs))
         checks.require_choice("layout.precision", self.precision, tuple(PRECISIONS))

@@ -15,7 +15,7 @@ from headway.plan import checks
 
 Bias = Literal["all", "qkv", "none"]
 Norm = Literal["layernorm", "rmsnorm"]
-Position = Literal["learned", "rope", "none"]
+PositionEncoding = Literal["learned", "rope", "none"]
 MOST_LAYERS = 10_000
 """The deepest published transformer has 1,000 (DeepNet); stages are planned one by one."""
 
@@ -185,7 +185,7 @@ class Transformer:
     gated: bool = False
     """SwiGLU and similar: three matrices instead of two."""
     tied: bool = True
-    position: Position = "learned"
+    position: PositionEncoding = "learned"
     norm: Norm = "layernorm"
     bias: Bias = "all"
     key_bias: bool = True
@@ -231,7 +231,7 @@ class Transformer:
                 f"model.window_layers is {self.window_layers}; valid: 0 to {self.layers}, the number of layers"
                 + ("" if self.window else ", together with model.window")
             )
-        checks.require_choice("model.position", self.position, get_args(Position))
+        checks.require_choice("model.position", self.position, get_args(PositionEncoding))
         checks.require_choice("model.norm", self.norm, get_args(Norm))
         checks.require_choice("model.bias", self.bias, get_args(Bias))
         if self.head_dim is None and self.mla is None:

@@ -10,7 +10,7 @@ from headway.plan.machine.hardware import Device, Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 from headway.plan.report.bounds import TimeBounds
-from headway.plan.report.quantity import Quantity, Source, Unit, approximate, exact
+from headway.plan.report.quantity import Quantity, Unit, ValueSource, approximate, exact
 
 Answers = dict[str, Quantity]
 
@@ -128,7 +128,7 @@ def time_answers(
     for name, value in step.parts.items():
         part = bounds.parts[name]
         formula = f"{_TIME_FORMULAS[name]}; {part.source}"
-        source: Source = "measured" if part.measured else "formula"
+        source: ValueSource = "measured" if part.measured else "formula"
         found[f"time.part.{name}"] = approximate(
             value, part.low, part.high, "s", formula=formula, source=source
         )

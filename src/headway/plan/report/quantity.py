@@ -7,7 +7,7 @@ from typing import Literal
 
 from headway.plan.machine.hardware import GIB
 
-Source = Literal["trace", "formula", "measured", "datasheet", "given"]
+ValueSource = Literal["trace", "formula", "measured", "datasheet", "given"]
 Unit = Literal[
     "",
     "bytes",
@@ -40,7 +40,7 @@ class Quantity:
     high: float
     unit: Unit = ""
     formula: str = ""
-    source: Source = "formula"
+    source: ValueSource = "formula"
 
     def __post_init__(self) -> None:
         if not self.low <= self.value <= self.high:
@@ -62,13 +62,13 @@ class Quantity:
         return asdict(self)
 
 
-def exact(value: float, unit: Unit = "", *, formula: str, source: Source = "formula") -> Quantity:
+def exact(value: float, unit: Unit = "", *, formula: str, source: ValueSource = "formula") -> Quantity:
     """Creates a quantity without uncertainty."""
     return Quantity(value=value, low=value, high=value, unit=unit, formula=formula, source=source)
 
 
 def approximate(
-    value: float, low: float, high: float, unit: Unit = "", *, formula: str, source: Source = "formula"
+    value: float, low: float, high: float, unit: Unit = "", *, formula: str, source: ValueSource = "formula"
 ) -> Quantity:
     """Creates a quantity whose interval reaches from `low` to `high` times its value."""
     return Quantity(

@@ -17,7 +17,7 @@ from headway.plan.cost.steptime import StepTime, step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Device, Node
-from headway.plan.model.layout import MOST_GPUS, Layout, Recompute, Schedule, most_chunks
+from headway.plan.model.layout import MOST_GPUS, Layout, PipelineSchedule, Recompute, most_chunks
 from headway.plan.model.transformer import Transformer
 
 
@@ -330,7 +330,7 @@ def _balanced(model: Transformer, pp: int, vpp: int = 1) -> bool:
     return vpp == 1 or longest * chunks <= _MOST_UNEVEN * model.layers
 
 
-def _schedules(model: Transformer, pp: int) -> list[tuple[int, Schedule]]:
+def _schedules(model: Transformer, pp: int) -> list[tuple[int, PipelineSchedule]]:
     if pp == 1:
         return [(1, "1f1b")]
     chunks = [v for v in (2, 3, 4, 6, 8) if _balanced(model, pp, v)]

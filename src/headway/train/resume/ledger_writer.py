@@ -32,7 +32,7 @@ from headway.system.jsonlines import JsonLinesWriter
 if TYPE_CHECKING:
     from headway.train.loop_state import LoopState
 
-Loss = tuple[int, Tensor, float]
+StepLoss = tuple[int, Tensor, float]
 """the step of a loss, the loss, and its weight"""
 
 _EXACT_BYTES = 6  # bytes of a digest that a double holds exactly
@@ -113,7 +113,7 @@ class LedgerWriter:
 
     # --- at a log point
 
-    def write(self, stage: str, losses: Iterable[Loss]) -> None:
+    def write(self, stage: str, losses: Iterable[StepLoss]) -> None:
         """Gathers the entries of all ranks since the last log point, and writes them. Call it on all ranks."""
         steps, self._steps = self._steps, []
         if not steps:
@@ -163,7 +163,7 @@ class Ledger:
     def __init__(self, attempt: Recording) -> None:
         self._attempt = attempt
         self._writer = LedgerWriter(attempt.run, dist.world(), attempt=attempt.attempt)
-        self._losses: list[Loss] = []
+        self._losses: list[StepLoss] = []
         self._started = False
 
     def __enter__(self) -> Ledger:
@@ -199,13 +199,13 @@ class Ledger:
         self._losses.clear()
 
 
-def stage_losses(state: LoopState) -> Iterator[Loss]:
+def stage_losses(state: LoopState) -> Iterator[StepLoss]:
     """Yields the losses of a stage since the last log point."""
     for step, loss, count, weight in state.recent_losses:
         yield step, loss, float(count if weight is None else weight)
 
 
-def _sum_losses(losses: Iterable[Loss], steps: list[_StepEntry]) -> tuple[list[float], list[float]]:
+def _sum_losses(losses: Iterable[StepLoss], steps: list[_StepEntry]) -> tuple[list[float], list[float]]:
     """Returns, for each step, the sum of this rank's losses times their weights, and the sum of the weights."""
     places = {noted.step: number for number, noted in enumerate(steps)}
     sums, weights = [0.0] * len(steps), [0.0] * len(steps)

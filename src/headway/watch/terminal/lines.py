@@ -12,7 +12,7 @@ from headway.system.text import format_duration
 from headway.watch.terminal.screen import ordered_curves
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import LOST_CHECKS
-from headway.watch.view.snapshot import Message
+from headway.watch.view.snapshot import RunMessage
 
 _METRICS = 3
 
@@ -25,7 +25,7 @@ def follow(view: RunView, show: Callable[[str], object], *, every_s: float = 10.
     >>> follow(RunView(run), print)
     14:30:05 running, step 4,200 of 10,000 (42%), train/loss 0.51, 12,400 samples/s, ETA 1h12m, saved 3m10s ago
     """
-    shown: set[Message] = set()
+    shown: set[RunMessage] = set()
     times_lost = 0  # consecutive snapshots
     while True:
         snapshot = view.refresh()

@@ -13,7 +13,7 @@ from rich.text import Text
 from headway.system.text import format_bytes, format_duration, plural
 from headway.watch.terminal.charts import curve, legend, progress_bar, stacked_bar
 from headway.watch.view.series import Series, sparkline
-from headway.watch.view.snapshot import DatasetRow, Failure, Header, Message, RankRow, Snapshot
+from headway.watch.view.snapshot import DatasetRow, Failure, Header, RankRow, RunMessage, Snapshot
 
 STATE_STYLES = {
     "running": "bold green",
@@ -347,9 +347,9 @@ def _messages(snapshot: Snapshot, chosen: Selection, most: int) -> list[Text]:
     return found or [_labelled("messages", "none", "dim")]
 
 
-def _repeated(messages: Sequence[Message]) -> list[tuple[Message, int]]:
+def _repeated(messages: Sequence[RunMessage]) -> list[tuple[RunMessage, int]]:
     """Counts consecutive messages that differ in numbers only; the newest stands for all of them."""
-    found: list[tuple[Message, int]] = []
+    found: list[tuple[RunMessage, int]] = []
     for message in messages:
         before, count = found[-1] if found else (None, 0)
         is_same = before and (before.kind, before.rank, _words(before)) == (
@@ -361,7 +361,7 @@ def _repeated(messages: Sequence[Message]) -> list[tuple[Message, int]]:
     return found
 
 
-def _words(message: Message) -> str:
+def _words(message: RunMessage) -> str:
     return re.sub(r"[\d.]+", "0", message.text)
 
 

@@ -22,7 +22,7 @@ from headway.system.jsonlines import is_count, is_number, is_time
 from headway.watch.runs import attempt_spans, job_ids, timestamp
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.ranks import RankTable
-from headway.watch.view.snapshot import Failure, Header, Message, RankRow, Safety, Snapshot, Speed
+from headway.watch.view.snapshot import Failure, Header, RankRow, RunMessage, Safety, Snapshot, Speed
 from headway.watch.view.source import Row, RowTail, clean, clean_indented, read_object
 
 _QUEUE_S = 15.0
@@ -88,7 +88,7 @@ class RunView:
         self.metrics = MetricRows(run, thorough=thorough)
         self.ranks = RankTable(run)
         # without checkpoints, of which there are many
-        self._messages: deque[Message] = deque(maxlen=_MAX_MESSAGES)
+        self._messages: deque[RunMessage] = deque(maxlen=_MAX_MESSAGES)
         self._tails: dict[str, RowTail] = {}
         self._nodes: dict[str, Row] = {}
         self._stage: Row = {}
@@ -326,9 +326,9 @@ def _is_event(row: Row) -> bool:
     return is_time(row.get("time")) and isinstance(row.get("kind"), str)
 
 
-def _message(row: Row) -> Message:
+def _message(row: Row) -> RunMessage:
     rank = row.get("rank")
-    return Message(
+    return RunMessage(
         time=float(row["time"]),
         kind=clean(row.get("kind"), 20),
         rank=rank if is_count(rank) else 0,

@@ -116,7 +116,7 @@ class Safety:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class RunMessage:
     """A warning or another event of a run that people should see."""
 
     time: float
@@ -154,5 +154,5 @@ class Snapshot:
     """the newest device sample of each node"""
     data: Sequence[DatasetRow]
     safety: Safety
-    messages: Sequence[Message]
+    messages: Sequence[RunMessage]
     failure: Failure | None

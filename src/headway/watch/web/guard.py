@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, final
 from urllib.parse import unquote_to_bytes
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+AsgiScope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Application = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
 
 _HOST = re.compile(rb"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
 _QUERY_BYTES = 8192
@@ -47,7 +47,7 @@ class Guard:
     def __init__(self, app: Application, *, token: str, cookie: str) -> None:
         self._app, self._token, self._cookie = app, token.encode(), cookie.encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class Guard:
             await _answer(send, *refusal)
             return
 
-        async def send_with_headers(message: Message) -> None:
+        async def send_with_headers(message: AsgiMessage) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
@@ -68,7 +68,7 @@ class Guard:
         await self._app(scope, receive, send_with_headers)
 
     def _refuse(
-        self, scope: Scope, headers: list[tuple[bytes, bytes]]
+        self, scope: AsgiScope, headers: list[tuple[bytes, bytes]]
     ) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:
         """Returns status, text and headers of the response to a request that is not passed on; None for others."""
         if scope["method"] not in ("GET", "HEAD"):
