@@ -83,7 +83,7 @@ def print_root(*values: object, sep: str = " ") -> None:
 def print_rank(*values: object, sep: str = " ") -> None:
     """Prints on every rank, with the rank in front, each call as one piece.
 
-    hw.print_rank("loss", loss.item())                     # rank 3: loss 0.25
+    hw.print_rank("loss", loss.item())                     # [rank 3] loss 0.25
     """
     text = sep.join(map(str, values))
     print("".join(f"[rank {rank()}] {line}\n" for line in text.split("\n")), end="", flush=True)
