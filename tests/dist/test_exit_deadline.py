@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,21 @@ def test_os_exit_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ended.pop() == wanted and not ended
     code.restore()
     assert [type(error) for error in reported] == [ZeroDivisionError], "one that fails is not called at all"
+
+
+def test_a_process_that_os_exit_did_not_end_can_still_have_data_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a test of one's own that replaces `os._exit`: torch's workers would wait for the directory forever."""
+    directory = Path(util.get_temp_dir())
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    code = ExitCode()
+    code.watch()
+    os._exit(0)
+    code.restore()
+    assert not directory.exists()
+    assert Path(util.get_temp_dir()).is_dir()
 
 
 def test_an_interpreter_that_is_stuck_exits_too(

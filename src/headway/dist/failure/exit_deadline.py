@@ -12,7 +12,6 @@ import multiprocessing
 import multiprocessing.process
 import multiprocessing.util
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -235,8 +234,10 @@ def _remove_temp_dir() -> None:
     if directory is None:
         return
     finalizers: list[Any] = list(multiprocessing.util._finalizer_registry.values())  # type: ignore[attr-defined]
-    if any(each._pid == os.getpid() and directory in (each._args or ()) for each in finalizers):
-        shutil.rmtree(directory, ignore_errors=True)
+    for finalizer in finalizers:
+        if finalizer._pid == os.getpid() and directory in (finalizer._args or ()):
+            with suppress(OSError):
+                finalizer()  # multiprocessing makes another directory if this process lives on
 
 
 def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
