@@ -448,7 +448,12 @@ def test_mistakes_are_found_before_anything_is_made(
     refused(r"work_of_ranks:waits\(path\) cannot be called .*: missing .*'path'", work.waits)
     refused("'stopp' is not a valid argument of .*trains .*did you mean 'stop'", work.trains, 3, stopp=True)
     refused("'nproc' is not a valid argument of work_of_ranks:hot or of launch", work.hot, nproc=2)
-    refused("'group' is not a valid argument", work.hot, on=hw.Local(nproc=2), groups=[[0, 1]])
+    refused(
+        "groups= passes each rank its process group as the argument 'group': add it to",
+        work.hot,
+        on=hw.Local(nproc=2),
+        groups=[[0, 1]],
+    )
     refused("'stopp' is not a valid argument", work.trains, 3, array=[{"stop": 1}, {"stopp": 1}])
     refused("upon_finish=3 is not a function", work.hot, upon_finish=3)
     refused("'a;b' is not a valid run name", work.hot, name="a;b")

@@ -381,6 +381,13 @@ def test_flags_may_come_before_the_file_of_a_search(
     assert "dp16 zero3 mb1, which was given, takes" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("flags", [["--save", "{}"], ["--save={}"]])
+def test_a_file_that_a_search_writes_is_not_its_plan_file(flags: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    assert verb.main(["search", "gpt2", "--gpus", "1", *(flag.format(file) for flag in flags)]) == 0
+    assert file.exists()
+
+
 @pytest.mark.parametrize("words", [["preset", "gpt2"], ["search", "gpt2", "--gpus", "1"]])
 def test_a_price_counts_for_this_machine_too(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

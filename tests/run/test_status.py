@@ -265,7 +265,7 @@ def test_training_by_hand_after_an_answer_that_was_lost_counts(run: Run) -> None
 
 def test_how_a_script_without_attempts_ended(run: Run) -> None:
     submitted(run, job_id="12")
-    assert state(run) == ("lost", "SLURM job 12 is no longer in the queue, and left no record")
+    assert state(run) == ("lost", "SLURM job 12 is not known to its scheduler here, and left no record")
     for code, word in (
         (0, "done"),
         (75, "stopped"),

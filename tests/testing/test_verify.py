@@ -251,4 +251,9 @@ def test_two_runs_are_compared_step_by_step(tmp_path: Path, capsys: pytest.Captu
     assert "hw.seed()" not in told
     rows[1] |= {"loss": asdict(row(2))["loss"], "random": "another"}
     other.ledger_file.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    assert "only random numbers differ: seed Python, numpy and torch with hw.seed()" in compared()[1]
+    assert "random from step 2 on" in compared()[1] and "hw.seed()" not in compared()[1], (
+        "the seed was the same"
+    )
+    rows[0] |= {"random": "another"}
+    other.ledger_file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert "only random numbers differ, from the first step on: seed Python, numpy and torch" in compared()[1]

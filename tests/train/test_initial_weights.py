@@ -77,7 +77,9 @@ def test_every_kind_of_source_gives_the_same_weights(tmp_path: Path) -> None:
         {k: v.half() if v.is_floating_point() else v for k, v in state.items()}, tmp_path / "half.safetensors"
     )
     saved = checkpoint.save(tmp_path / "checkpoints", {"net": state, "epoch": 3}, step=7)
-    for source in ("net.safetensors", "hub", "net.pt", "old.pt", "more.ckpt", saved, "checkpoints"):
+    checkpoint.export(saved, tmp_path / "out" / "net.safetensors", part="net", shard_bytes=500)
+    assert len(list((tmp_path / "out").iterdir())) > 2, "several files, and an index of that name"
+    for source in ("net.safetensors", "hub", "net.pt", "old.pt", "more.ckpt", saved, "checkpoints", "out"):
         pipe = Pipeline(root=tmp_path)
         pipe.register_model("net", make_net(), init_from=tmp_path / source, ema=0.9)
         model = pipe.registered_models["net"]

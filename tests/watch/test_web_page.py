@@ -481,7 +481,14 @@ def test_earlier_lines_of_a_log_come_once_however_often_they_are_asked_for(site:
     show(site, page, run_place(run, "log"))
     body = page.locator(".log")
     expect(body).to_contain_text("line 001499")
-    page.get_by_role("button", name="earlier lines").dblclick(no_wait_after=True)
+    earlier = page.get_by_role("button", name="earlier lines")
+    page.route("**/api/log?*end=*", lambda route: route.fulfill(status=500, json={"error": "broken"}))
+    earlier.click()
+    expect(page.locator(".controls")).to_contain_text("broken")
+    expect(body).to_contain_text("line 001499")  # they stay, and so does the way to ask again
+    page.unroute_all()
+    site.complaints[:] = [each for each in site.complaints if "500" not in each]
+    earlier.dblclick(no_wait_after=True)
     expect(body).to_contain_text("line 000200")
     page.wait_for_timeout(500)
     lines = [line for line in body.inner_text().splitlines() if line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from headway.plan.searcher.layouts import Candidate
 
 _YAML = (".yaml", ".yml")
+_PATH_FLAGS = ("--save", "--html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,8 @@ def _with_batch(argv: list[str]) -> list[str]:
     """Adds the global batch of a plan file's search, which a layout of the flags must divide."""
     from headway.plan.input.plan_file import read_plan_file
 
-    file = next((word for word in argv if Path(word).suffix in _YAML), None)
+    words = [word for before, word in pairwise(["", *argv]) if before not in _PATH_FLAGS and word[:1] != "-"]
+    file = next((word for word in words if Path(word).suffix in _YAML), None)
     if file is None or any(word.startswith("--global-batch") for word in argv):
         return argv
     wanted = read_plan_file(file).search

@@ -1,4 +1,4 @@
-"""`Quarantine`: samples that could not be used, listed in a file per rank in the run directory, up to a limit.
+"""`Quarantine`: samples that could not be used, listed in a file per rank in the run directory; too many stop the run.
 
 runs/NAME/log/quarantine-00003.jsonl       {"dataset": "web", "shard": "/data/7.tar", "key": "a", "reason": "..."}
 """

@@ -116,7 +116,7 @@ class RankGroup:
             self._request("stop", why)
 
     def request_save(self, why: str) -> None:
-        """Asks all ranks to save at one point, as `request_stop` does; every request is one save."""
+        """Asks all ranks to save at one point, as `request_stop` does; requests of one round are one save."""
         self._request("save", why)
 
     def _request(self, subject: str, why: str) -> None:

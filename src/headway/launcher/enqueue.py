@@ -138,7 +138,7 @@ def set_end_aside(run: Run) -> None:
 
 @contextmanager
 def keeping_end(run: Run) -> Iterator[None]:
-    """Restores the records of a run's last job if the block cannot submit another one.
+    """Restores the records of a run's last job if headway or the scheduler refuses another one, or cannot be reached.
 
     >>> with keeping_end(run):  # doctest: +SKIP
     ...     set_end_aside(run)

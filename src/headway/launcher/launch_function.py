@@ -275,6 +275,10 @@ def _check_calls(
     except (TypeError, ValueError):  # not written in Python
         return
     added = {} if groups is None else {"group": None}
+    if added and not _takes(signature, "group"):
+        raise UsageError(
+            f"groups= passes each rank its process group as the argument 'group': add it to {_name_of(function)}"
+        )
     for args, kwargs in calls:
         _check_call(function, signature, args, {**added, **kwargs})
 
@@ -283,9 +287,8 @@ def _check_call(
     function: object, signature: inspect.Signature, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> None:
     called, known = _name_of(function), signature.parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    for name in () if takes_any else kwargs:
-        if name not in known:
+    for name in kwargs:
+        if not _takes(signature, name):
             raise unknown_name(f"argument of {called} or of launch", name, known)
     try:
         signature.bind(*args, **kwargs)
@@ -293,6 +296,11 @@ def _check_call(
         raise UsageError(
             f"{called}{signature!s:.200} cannot be called with these arguments: {error}"
         ) from None
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    known = signature.parameters
+    return name in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
 
 
 def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget | Mpi) -> Path:

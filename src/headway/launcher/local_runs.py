@@ -63,7 +63,7 @@ def _agent_in(run: Run, program: Program) -> Agent:
 def local_program(run: Run, *, nproc: int | None = None) -> Program:
     """Returns the script that ran on this machine, from its record; for a run of a sweep, from its copy of the code.
 
-    `nproc` overrides the recorded number of ranks, which older records do not have.
+    `nproc` overrides the recorded number of ranks, if the record has one.
 
     >>> local_program(Run.open("runs/digits-2026.11.15-14.30-x7k2")).command  # doctest: +SKIP
     ['python', 'train.py', '--lr', '3e-4']
@@ -110,7 +110,7 @@ def resume_here(run: Run, program: Program) -> int:
 
 
 def run_smoke(command: Sequence[str], *, nproc: int) -> int:
-    """Runs the script twice, a few steps each time; the second time it resumes from the first checkpoint.
+    """Runs the script twice, a few steps each time; the second time it resumes from the first run's checkpoint.
 
     The run directory is temporary, and kept if anything fails.
     """

@@ -179,7 +179,7 @@ class Run(RunPaths):
     def has_config(self, text: str) -> bool:
         """Returns whether these are the settings of the run. If one of its two copies is damaged, it is restored.
 
-        `UnreadableRun` if both copies are damaged and the run has checkpoints.
+        `UnreadableRun` if run.json has no copy, config.yaml is damaged, and the run has checkpoints.
         """
         info = self.info()
         try:

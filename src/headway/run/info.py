@@ -73,8 +73,7 @@ def _is_attempt(attempt: object) -> bool:
 def newest_step(path: Path) -> int | None:
     """Returns the step of the newest checkpoint in a run directory, valid or not; None if there is none.
 
-    It never raises, since callers describe a run whose storage may have failed. To resume, use
-    `checkpoint.format.directory.list_steps`, which does.
+    A directory that does not exist has none. To resume, use `checkpoint.format.directory.list_steps`.
     """
     steps = (step_of(directory.name) for directory in RunPaths(path=path).checkpoints_dir.glob("step-*"))
     return max((step for step in steps if step is not None), default=None)

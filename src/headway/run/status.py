@@ -92,7 +92,8 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
         return Status(state=in_queue.state, why=in_queue.why)
     if job and recorded is None:
         return Status(
-            state="lost", why=f"{schedulers.describe(job)} is no longer in the queue, and left no record"
+            state="lost",
+            why=f"{schedulers.describe(job)} is not known to its scheduler here, and left no record",
         )
     return recorded or process or Status(state="new")
 
@@ -203,10 +204,8 @@ def describe_failure(record: Mapping[str, Any]) -> str:
     'rank 3 at step 7: ValueError: too hot'
     """
     who = ""
-    if record.get("kind") not in (
-        *NOT_OF_A_RANK,
-        "hang",
-    ):  # the error of a hang names the ranks that cause it
+    # the error of a hang names the ranks that cause it, if any
+    if record.get("kind") not in (*NOT_OF_A_RANK, "hang"):
         step = f" at step {record['step']}" if record.get("step") is not None else ""
         who = f"rank {record.get('rank')}{step}: "
     return " ".join(f"{who}{record.get('error')}".split())

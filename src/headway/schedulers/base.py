@@ -33,7 +33,7 @@ class JobIds:
     """`Scheduler.name`"""
     job_id: str
     cluster_name: str | None = None
-    """without it, no other job can be shown to be over: the same number may be another cluster's job"""
+    """without it, `is_gone` has no evidence that another job is over: the same number may be another cluster's job"""
     step_id: str | None = None
     array_job_id: str | None = None
     array_task_id: str | None = None

@@ -46,9 +46,11 @@ def is_listed(path: Path) -> bool:
     A network file system may remember for a while that a file did not exist; listing the directory shows it.
     """
     try:
-        return any(each.name == path.name for each in path.parent.iterdir())
+        if any(each.name == path.name for each in path.parent.iterdir()):
+            return True
     except FileNotFoundError:
         return False
+    return path.exists()  # where listings are cached, and lookups are not
 
 
 def make_dir(path: Path) -> None:
@@ -143,7 +145,9 @@ def publish(path: Path, data: bytes) -> bool:
 
 
 def publish_file(staged: Path, path: Path) -> bool:
-    """Renames a finished file of the same directory to `path` unless that exists; returns as `publish` does."""
+    """Links a finished file of the same directory to `path` unless that exists; returns as `publish` does.
+
+    The caller removes the staged name."""
     try:
         path.hardlink_to(staged)
     except FileExistsError:

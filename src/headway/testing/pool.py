@@ -27,7 +27,7 @@ _MAX_POOLS = 3
 _START_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 5.0
 _GRACE_S = 2.0
-"""how long other ranks may run after one failed: they may be waiting for it"""
+"""how long other ranks may run after one did not pass: they may be waiting for it"""
 _ABORT_TIMEOUT_S = 2.0
 
 
@@ -94,7 +94,7 @@ class RankPool:
             process.close()
 
     def _collect(self, timeout: float) -> list[RankResult]:
-        """Waits for a report or the end of each rank; at most `_GRACE_S` longer once one of them failed."""
+        """Waits for a report or the end of each rank; at most `_GRACE_S` longer once one of them did not pass."""
         results: dict[int, RankResult] = {}
         first: RankResult | None = None
         deadline = time.monotonic() + timeout

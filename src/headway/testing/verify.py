@@ -189,9 +189,6 @@ def points(golden: LedgerContents) -> Iterator[KillPoint]:
     yield KillPoint(name="end", step=steps[-1].step, every=often)
 
 
-_SEED_ADVICE = "only random numbers differ: seed Python, numpy and torch with hw.seed()"
-
-
 def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) -> tuple[bool, str]:
     """Returns whether two ledgers are equal, and what was compared or the first step that differs."""
     mine, theirs = golden.last, other.last
@@ -208,7 +205,6 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
             lines = [
                 f"{', '.join(wrong)} from step {step} on",
                 *(contents[step].describe() for contents in (mine, theirs)),
-                *([_SEED_ADVICE] if wrong == ["random"] else []),
             ]
             return False, "\n    ".join(lines)
     losses = "losses, " if all(row.loss is not None for row in mine.values()) else "(no losses logged) "
@@ -229,6 +225,8 @@ def compare_runs(one: Run, other: Run) -> tuple[bool, str]:
         raise UsageError(f"{empty.id} has made no training steps: nothing can be compared")
     same_ranks = {row.world_size for row in mine.rows} == {row.world_size for row in theirs.rows}
     same, words = compare(mine, theirs, same_ranks=same_ranks)
+    if not same and _differ_by_seed(mine, theirs):
+        words += "\n    only random numbers differ, from the first step on: seed Python, numpy and torch with hw.seed()"
     if not same or not same_ranks or not all(list_steps(run.checkpoints_dir) for run in (one, other)):
         return same, words
     return _compare_ends(one, other, words)
@@ -263,6 +261,16 @@ def _compare_ends(golden: Run, other: Run, words: str) -> tuple[bool, str]:
 def _differences(one: LedgerRow, other: LedgerRow, *, same_ranks: bool) -> list[str]:
     names = ("loss", "samples", "random") if same_ranks else ("samples",)
     return [name for name in names if getattr(one, name) != getattr(other, name)]
+
+
+def _differ_by_seed(one: LedgerContents, other: LedgerContents) -> bool:
+    """Whether random numbers differ from the first step on, and nothing else does."""
+    found = [
+        _differences(row, other.last[step], same_ranks=True)
+        for step, row in one.last.items()
+        if step in other.last
+    ]
+    return found[:1] == [["random"]] and all(wrong in ([], ["random"]) for wrong in found)
 
 
 def _unknown(row: LedgerRow) -> bool:

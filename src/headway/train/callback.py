@@ -32,7 +32,8 @@ class Callback:
             check_stays_method(cls, Callback, name, getattr(cls, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_stays_method(type(self), Callback, name, value)
+        if getattr(type(self), name, None) is not None:
+            check_stays_method(type(self), Callback, name, value)
         super().__setattr__(name, value)
 
     def pre_run(self, pipe: Pipeline) -> None: ...

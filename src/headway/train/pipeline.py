@@ -104,7 +104,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
                     )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _refuse_clash(type(self), name, value, taken=_SET_ONCE.intersection(vars(self)))
+        if name in _SET_ONCE or getattr(type(self), name, None) is not None or name == "_state":
+            _refuse_clash(type(self), name, value, taken=_SET_ONCE.intersection(vars(self)))
         super().__setattr__(name, value)
 
     @property

@@ -284,7 +284,7 @@ class TrainValState(LoopState):
         if recent := self.recent_losses:
             recent.drop_empty()
             if not all(isinstance(count, Real) for count in recent.samples()):
-                self.checked_count(self.batch)  # raises
+                self.checked_count(self.batch)  # raises if the count of this batch is not a number
             self.samples = sum(recent.samples())
             mean, weight = recent.mean()  # of weight 0 if no batch is left, so that ranks log the same names
             self.log_own(self.stage.loss_metric_name(), mean, weight=weight)

@@ -131,13 +131,16 @@ def _find_files(path: Path) -> list[Path]:
             return _indexed(path / f"{name}{_INDEX}")
         if (path / name).is_file():
             return [path / name]
+    indexes = sorted(path.glob(f"*.safetensors{_INDEX}"))  # an export has the name of its model
+    if len(indexes) == 1:
+        return _indexed(indexes[0])
     found = sorted(path.glob("*.safetensors"))
     if len(found) == 1:
         return found
     if found:
         names = ", ".join(file.name for file in found[:3])
         raise UsageError(
-            f"{path} has several safetensors files ({names}, ...) and no index: give one of the files"
+            f"{path} has several safetensors files ({names}, ...) and not one index of all: give one of the files"
         )
     raise UsageError(f"{path} is not a directory of weights: it has none of {', '.join(_NAMES)}: give a file")
 

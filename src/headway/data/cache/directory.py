@@ -221,7 +221,8 @@ class CacheDirectory:
         """Removes unmapped copies until `want` bytes are free, or no more may be removed; returns how many.
 
         `order` gives when shards are needed next (0: first). Shards not in it are removed first, beginning with the
-        oldest, then those that are needed last; never one that is needed before `turn`. The caller holds the ledger.
+        oldest, then those that are needed last; never one that is needed before `turn`. The caller holds
+        the space lock.
         """
         freed = 0
         for (kind, next_use), name in sorted((self._priority(name, order), name) for name in self._names()):

@@ -106,7 +106,7 @@ class Prefetcher:
                         retry |= not self._prepare(path)
 
     def _prepare(self, path: Path) -> bool:
-        """Copies a shard; returns False if another process copies it, or holds the ledger."""
+        """Copies a shard; returns False if another process copies it, or holds the space lock."""
         try:
             self._cache.prepare(path, self._wanted[path], lambda: self._is_unneeded(path))
         except LockTimeout:

@@ -59,7 +59,7 @@ class StagingThread:
             yield item.batch
 
     def move(self, batch: Any) -> Any:
-        """Returns a batch on the device, for use on the current stream. Each call for the same batch copies it."""
+        """Returns a batch on the device, for use on the current stream; a further call copies it again."""
         waiting = self._staged.get(id(batch))
         staged = waiting.popleft() if waiting else None
         return self._feed.move(batch) if staged is None else staged.hand_over()

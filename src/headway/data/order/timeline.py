@@ -169,7 +169,7 @@ class Timeline:
         return next(segment.weights for segment in reversed(self.segments) if segment.start <= position)
 
     def first_drawable(self) -> int:
-        """Returns the position after which no sample belongs to a removed dataset."""
+        """Returns the position from which on no sample belongs to a removed dataset."""
         gone = [segment.start for segment in self.segments if not segment.weights.keys() <= {*self.names}]
         return next((segment.start for segment in self.segments if not gone or segment.start > gone[-1]), 0)
 

@@ -1,7 +1,7 @@
 """`BatchAssembler`: turns chunks of samples into batches, on two threads, ahead of the training loop.
 
 The first thread gathers the chunks of a batch and, with a GPU, starts to decode their images there; the second makes
-the batch. So the GPU's decoder never waits: while it decodes a batch, the crops of the previous one are made.
+the batch. So the GPU's decoder need not wait: while it decodes a batch, the crops of the previous one are made.
 """
 
 from __future__ import annotations

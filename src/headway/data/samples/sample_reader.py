@@ -121,7 +121,7 @@ class SampleReader:
 
     @property
     def has_processes(self) -> bool:
-        """Whether processes should read for the threads; if a GPU decodes, they do in any case.
+        """Whether processes should read for the threads; if a GPU decodes and there is no cache, they do in any case.
 
         Not if crops are made here, shards come from the node cache, a shard has no index (each process would walk it),
         or processes decline most samples.

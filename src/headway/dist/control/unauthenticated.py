@@ -1,7 +1,8 @@
 """Connections whose other end has not yet proved that it has the key of the launch.
 
-Every user of the network can connect to an open port, and keep the connection. A rank sends a signed message at once.
-Every other connection costs this process an open file, which it may need: so their number and their time are limited.
+Every user of the network can connect to an open port, and keep the connection. A rank or an agent sends a signed
+message at once. Every other connection costs this process an open file, which it may need: so their number and their
+time are limited.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Agent:
         return max(list_steps(RunPaths(path=Path(run)).checkpoints_dir), default=-1) if run else None
 
     def _may_restart(self, before: int | None) -> bool:
-        """Whether the round has saved a later step than `before`, its first one, so that a restart makes progress."""
+        """Whether the round has saved a later step than `before`, the newest one when it began."""
         newest = self._newest_step()
         if self._signals or newest is None:
             return False

@@ -3,7 +3,7 @@
 Each file has one writer, and each decision is published once:
 
     prologue-00001.json      before the agents start: the node is being prepared; rewritten every few seconds
-    agent-00001.json         host, number of ranks, and agent 0's address; rewritten by a launch of the same name
+    agent-00001.json         host, number of ranks, agent 0's also an address; rewritten by a launch of the same name
     roster.json              from agent 0: all agents
     round-0/                 the ranks meet here (rendezvous.json); another round for each local restart
         failure.json         the first cause, from the ranks for their agents

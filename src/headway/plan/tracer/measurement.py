@@ -351,7 +351,8 @@ def machine_here(name: str) -> tuple[Node, Calibration]:
     """Returns node and constants for this machine's device: as written by `calibrate`, or from the catalog."""
     known, file = _catalog_device(name), calibration_file()
     if file.is_file():
-        node = Node.of(**checks.require_mapping(f"{file}: node", read_yaml(file).get("node")))  # type: ignore[arg-type]
+        given = read_yaml(file, what="a calibration file").get("node")
+        node = Node.of(**checks.require_mapping(f"{file}: node", given))  # type: ignore[arg-type]
         if node.device.name == (known.name if known else name):
             return node, scoped_calibration(load_calibration(file), node.device)[0]
     if known is None:

@@ -1,4 +1,4 @@
-"""Stores of named objects of bytes: a local directory, HTTP, or an object store.
+"""Stores of named objects of bytes: a local directory, or HTTP.
 
 `base` is the interface: list, head, get a range, put if absent, abort. A local directory and HTTP, which is read-only,
 implement it; object stores can be added beside them.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.train.loop_state import LoopState
 
 _MAX_STEPS = 1000
-"""of a window: no viewer shows a longer trace"""
+"""of a window: a longer trace is of no use in a viewer"""
 _END = object()
 
 

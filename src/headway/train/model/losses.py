@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headway.train.train_val import TrainValStage
 
 SMALLEST_WEIGHT = 1e-30
-"""what a total weight is divided by at least: a step without any token has a gradient of 0"""
+"""the least total weight to divide by: a step without any token has a gradient of 0"""
 BatchLoss: TypeAlias = tuple[int, Tensor, int, Tensor | None]
 """the step of a batch, its loss, its samples, and its weight if the step returned one"""
 
@@ -28,7 +28,7 @@ class RecentLosses(list[BatchLoss]):
     """The losses of the batches since the last log point."""
 
     def drop_empty(self) -> None:
-        """Removes batches without a sample, such as repeated ones, which have no part in the mean."""
+        """Removes batches without a sample or a weight, such as repeated ones, which have no part in the mean."""
         self[:] = [one for one in self if one[2] or one[3] is not None]
 
     def samples(self) -> list[int]:

@@ -17,6 +17,7 @@ export function speedTab(host, { key }) {
   const legend = h("p", { class: "legend" });
   const heat = h("canvas", { role: "img", "aria-label": "ranks over time" });
   const reading = h("p", { class: "soft", role: "status" }, "");
+  const failed = h("p", { class: "soft", role: "status" }, "");
   const colors = h("p", { class: "legend", "aria-label": "colors" });
   const ranks = h("div", {});
   let what = "own";
@@ -31,7 +32,7 @@ export function speedTab(host, { key }) {
   replace(
     host,
     h("section", { class: "card" }, h("h2", {}, "Seconds per step"), breakdown, legend),
-    h("section", { class: "card" }, h("h2", {}, "Ranks over the newest log points"), chooser, h("div", { class: "scroll" }, heat), colors, reading),
+    h("section", { class: "card" }, h("h2", {}, "Ranks over the newest log points"), chooser, h("div", { class: "scroll" }, heat), colors, reading, failed),
     h("section", { class: "card" }, h("h2", {}, "Ranks, the slowest first"), ranks),
   );
 
@@ -45,8 +46,8 @@ export function speedTab(host, { key }) {
       map = cells;
       drawHeat(heat, cells, what);
       replace(colors, [0, 0.3, 1].map((part) => item(colorOf(part), what === "own" ? `${1 + part}×` : percent(part))));
-      reading.textContent = "";
-    }, (error) => (reading.textContent = error.message));
+      failed.textContent = "";
+    }, (error) => (failed.textContent = error.message));
     timer = null;
   }
 

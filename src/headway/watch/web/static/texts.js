@@ -109,6 +109,7 @@ export function logTab(host, { key }) {
   const fail = (error) => {
     shown = { ...shown, lines: [], begin: 0 };
     replace(body, error.message);
+    earlier.hidden = true;
   };
   const read = async () => {
     clearTimeout(timer);
@@ -138,7 +139,7 @@ export function logTab(host, { key }) {
       shown = { ...shown, lines: [...found.lines, ...shown.lines], begin: found.begin };
       draw();
       body.scrollTop = body.scrollHeight - height;
-    }, fail);
+    }, (error) => (note.textContent = error.message)); // the lines stay, and so does the button
   };
   replace(host, h("section", { class: "card" }, h("div", { class: "controls" }, names, search("find in the log", (text) => change({ search: text })), earlier, note), body));
   read();
