@@ -17,7 +17,9 @@ from multiprocessing import util
 from pathlib import Path
 
 import pytest
+import torch
 import warm
+from torch.utils.data import TensorDataset
 from waiting import EXIT_LIMIT_S, wait_until
 
 import headway as hw
@@ -187,14 +189,16 @@ def test_a_process_that_os_exit_did_not_end_can_still_have_data_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in a test of one's own that replaces `os._exit`: torch's workers would wait for the directory forever."""
-    directory = Path(util.get_temp_dir())
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.setattr(os, "_exit", lambda _: None)
-    code = ExitCode()
-    code.watch()
-    os._exit(0)
-    code.restore()
+    directory, code = Path(util.get_temp_dir()), ExitCode()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "exit", sys.exit)
+        patched.setattr(os, "_exit", lambda _: None)
+        code.watch()
+        os._exit(0)
+        code.restore()
     assert not directory.exists()
+    loader = hw.data.DataLoader(TensorDataset(torch.arange(4)), batch_size=2, num_workers=1)
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1], [2, 3]]
     assert Path(util.get_temp_dir()).is_dir()
 
 

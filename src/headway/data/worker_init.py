@@ -70,10 +70,10 @@ def _make_temp_dir() -> None:
     If another program has removed it, such as one that cleans /tmp, it is made again.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if "tempdir" in config and not Path(config["tempdir"]).is_dir():
-        del config["tempdir"]
+    if (directory := config.get("tempdir")) is not None and not Path(directory).is_dir():
+        config["tempdir"] = None
     agent = environment.directory(environment.HEARTBEAT)
-    if "tempdir" not in config and agent and agent.is_dir() and len(str(agent)) < _MAX_PATH_CHARS:
+    if config.get("tempdir") is None and agent and agent.is_dir() and len(str(agent)) < _MAX_PATH_CHARS:
         config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir=agent)
     get_temp_dir()
 
