@@ -258,7 +258,7 @@ def test_under_mpirun_all_go_down_with_one(cluster: Cluster) -> None:
         "4",
         HEADWAY,
         "agent",
-        "dies.py",
+        str(folder / "dies.py"),
     ]
     done = cluster.run(command, cwd=folder, timeout=180)
     times = {line.split()[1]: float(line.split()[0]) for line in done.stdout.splitlines()[-2:]}
@@ -266,4 +266,4 @@ def test_under_mpirun_all_go_down_with_one(cluster: Cluster) -> None:
     assert times["down"] - times["died"] < 5 + 10 * (os.getloadavg()[0] > 3)
     assert "rank 2 of 4" in done.stderr
     assert "crashed in native code (SIGABRT)" in done.stderr
-    assert subprocess.run(["pgrep", "-f", "dies.py"], capture_output=True).returncode == 1
+    assert subprocess.run(["pgrep", "-f", str(folder / "dies.py")], capture_output=True).returncode == 1
