@@ -435,10 +435,8 @@ class ShardLoader:
             if changed:
                 self._change_datasets(self._timeline, begun)
             elif int(state["samples"]) != self._batcher.pass_samples():
-                self._batcher.anchor = (
-                    self._epoch,
-                    begun,
-                )  # the epoch ends after the number of steps given now
+                # the epoch ends after the number of steps given now
+                self._batcher.anchor = (self._epoch, begun)
         if not changed and self._shuffle and self._split.rank_and_world_size()[0] == 0:
             mix.warn_of_edits([segment.weights for segment in segments], self.weights)
         self._restored, self._loops = True, self._loops + 1  # a loop in progress ends with an error

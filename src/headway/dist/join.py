@@ -252,10 +252,11 @@ def _allow_open_files(launch: LaunchEnvironment) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (1 if launch.rank else 3) * launch.world_size + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed and launch.rank == 0:
+        # with NCCL, the other ranks may do with fewer
         raise UsageError(
             f"rank 0 needs {needed:,} open files for {launch.world_size:,} ranks, and the limit is {hard:,} "
             f"(ulimit -Hn); raise it in the job script or ask your administrators"
-        )  # with NCCL, the other ranks may do with fewer
+        )
     raise_open_files(needed)
 
 

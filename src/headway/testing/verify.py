@@ -374,9 +374,8 @@ class _Trial:
         environ |= fault.environ if fault else {}
         command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
         limit_s = self.timeout
-        if (
-            fault is not None and self._took_s is not None
-        ):  # it is killed before an uninterrupted start would end
+        # it is killed before an uninterrupted start would end
+        if fault is not None and self._took_s is not None:
             limit_s = min(limit_s, _SLOWER * self._took_s + _END_S)
         try:
             done = subprocess.run(

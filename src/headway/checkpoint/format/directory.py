@@ -62,9 +62,8 @@ class CheckpointFile:
         try:
             return os.preadv(self._fd, [view], begin)
         except OSError as error:
-            if (
-                error.errno == errno.ESTALE
-            ):  # the server lost the file handle: the next try needs a new descriptor
+            # the server lost the file handle: the next try needs a new descriptor
+            if error.errno == errno.ESTALE:
                 os.close(self._fd)
                 self._fd = -1
                 self._fd = self._directory.open_descriptor(self.name)

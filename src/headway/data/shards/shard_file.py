@@ -94,9 +94,8 @@ class ShardFile:
         """Replaces a stale file handle by a new one of the same file, for all threads."""
         fd, status = _open(self.path)
         try:
-            if (
-                file_version(status)[1:] != self.version[1:]
-            ):  # without the device, which a new mount may change
+            # without the device, which a new mount may change
+            if file_version(status)[1:] != self.version[1:]:
                 raise BadShard(f"{self.path} was replaced while in use; give a changed shard another name")
             os.dup2(fd, self._fd, inheritable=False)
         finally:

@@ -48,9 +48,8 @@ def _scatter(found: SearchResult) -> str:
     )
     front = {id(row) for row in found.pareto}
     dots: dict[tuple[int, int], str] = {}
-    for row in reversed(
-        found.every
-    ):  # the fastest is drawn last; only one of several in the same place is kept
+    # the fastest is drawn last; only one of several in the same place is kept
+    for row in reversed(found.every):
         if row.seconds <= most and id(row) not in front:
             x, y = axes.place(row)
             fill = "#3b6fb6" if row.safe else "#b9c4d3"

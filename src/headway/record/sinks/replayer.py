@@ -40,11 +40,8 @@ def replay(
         held = run.held_as(lock.fence.number)
         attempts = run.info()["attempts"]
         status, code = (attempts[-1]["status"], attempts[-1]["exit_code"]) if attempts else ("failed", 1)
-        if status not in (
-            "done",
-            "stopped",
-            "interrupted",
-        ):  # also of one that was killed: "running" or "lost"
+        # also of one that was killed: "running" or "lost"
+        if status not in ("done", "stopped", "interrupted"):
             status = "failed"
         if code is None:
             code = code_of(status)

@@ -114,9 +114,8 @@ class MetricRows:
             for row in rows:
                 self._add(row)
             self._note_part(at, self._tail.offset, rows)
-            if (
-                self._tail.offset == at or self._tail.offset >= end
-            ):  # a chunk without a whole row is not the end
+            # a chunk without a whole row is not the end
+            if self._tail.offset == at or self._tail.offset >= end:
                 return self._tail.offset > before
 
     def forget_pace(self) -> None:
