@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 from waiting import describe_load
 
-pytest_plugins = ["pytester", "cpu_times", "fresh_logger"]
+pytest_plugins = ["pytester", "cpu_times", "fresh_logger", "left_behind"]
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads spin otherwise, beside four workers
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nor do those that numpy starts at import
 

@@ -1,4 +1,4 @@
-"""The toys of these tests can be imported, in pytest's process and in its ranks; a process that joined leaves again."""
+"""The toys of these tests can be imported, in pytest's process and in its ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from headway import dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,4 +20,3 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)  # as on ranks; small tensors do not gain from more
     yield
     torch.set_num_threads(threads)
-    dist.leave()
