@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headway.errors import StorageError
+from headway.errors import Stopped, StorageError
 from headway.launcher import epilogue
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.outcome import record_failure
@@ -21,6 +21,7 @@ from headway.launcher.agent.team import Team
 from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import Slurm
 from headway.run import Run
+from headway.run.info import newest_step
 from headway.system import files
 
 FULL = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
@@ -100,6 +101,19 @@ def test_a_job_whose_agents_could_leave_no_record(
     assert any("No space left on device" in line for line in lines[:-1])
     said = {75: "headway: not queued again, as requeue is off", 74: STORAGE, 1: AGENT}
     assert lines[-1].startswith(said.get(code, "headway: checkpoints exist")), lines
+
+
+def test_a_stopped_job_whose_checkpoints_cannot_be_listed_may_be_queued_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def io_error(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "glob", io_error)
+    with pytest.raises(StorageError, match="could not list .*checkpoints: Input/output error"):
+        newest_step(run.path)
+    assert epilogue.main(str(run.path), str(Stopped.exit_code)) == Stopped.exit_code
+    assert capsys.readouterr().err.splitlines()[-1].startswith("headway: not queued again, as requeue is off")
 
 
 def test_a_terminal_that_takes_nothing_does_not_change_the_exit_code(run: Run) -> None:

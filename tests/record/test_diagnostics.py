@@ -36,6 +36,7 @@ def test_the_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("CONDA_PREFIX", "/opt/conda/envs/train")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)  # another test may have imported it
     facts = collect(WORLD, run)
     assert facts["host"] == socket.gethostname()
     assert facts["pid"] == os.getpid()

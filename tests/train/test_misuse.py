@@ -190,6 +190,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: make_pipe(folder).register_model(None, make_net()),
         "None is not a valid name of a model",
     ),  # type: ignore[arg-type]
+    "a name of two lines": (
+        lambda folder: make_pipe(folder).register_dataset("val\n", []),
+        r"'val\n' is not a valid name of a dataset: give a line of printable text",
+    ),
+    "a stage of two lines": (
+        lambda folder: make_pipe(folder).append_stage(Classify(), max_epochs=1, name="a\nb"),
+        r"'a\nb' is not a valid name of a stage: give a line of printable text",
+    ),
     "no optimizers": (
         stage_with(optimizers=lambda _: []),
         "optimizers() of stage 'odd' returned []: return those that",

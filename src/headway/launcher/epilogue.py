@@ -240,13 +240,20 @@ def _alert(run: Run, job: JobFile, code: int, why: str) -> None:
     except HeadwayError as error:  # the job may not have the variables of the login node
         logger.warning("no alert was sent: %s", error)
         return
-    sender.send(run, Alert.of(run, event, attempts=attempts, why=why, step=newest_step(run.path)))
+    sender.send(run, Alert.of(run, event, attempts=attempts, why=why, step=_newest_step(run)))
     sender.wait(_ALERT_S)
+
+
+def _newest_step(run: Run) -> int | None:
+    """Returns the newest checkpoint's step, and None where it cannot be read: the job is queued again all the same."""
+    with suppress(StorageError):
+        return newest_step(run.path)
+    return None
 
 
 def _why_hopeless(run: Run, job: JobFile) -> str | None:
     """Returns, in a sentence, why another start would end like the last ones; None if it may get further."""
-    ends, step = ends_at_same_step(run), newest_step(run.path)
+    ends, step = ends_at_same_step(run), _newest_step(run)
     if ends < _SAME_STEP_ENDS:
         return None
     if is_in_last_lines(run):

@@ -75,7 +75,9 @@ def newest_step(path: Path) -> int | None:
 
     A directory that does not exist has none. To resume, use `checkpoint.format.directory.list_steps`.
     """
-    steps = (step_of(directory.name) for directory in RunPaths(path=path).checkpoints_dir.glob("step-*"))
+    parent = RunPaths(path=path).checkpoints_dir
+    with files.storage(f"list {parent}"):
+        steps = [step_of(directory.name) for directory in parent.glob("step-*")]
     return max((step for step in steps if step is not None), default=None)
 
 

@@ -31,11 +31,16 @@ if TYPE_CHECKING:
 
 
 def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
-    """Raises `UsageError` for a name that is not a text, or that is already registered."""
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"{name!r:.80} is not a valid name of a {kind}: give a text that is not empty")
+    """Raises `UsageError` for a name that is not valid, or that is already registered."""
+    _check_name(kind, name)
     if name in known:
         raise UsageError(f"a {kind} named {name!r} is already registered: choose another name")
+
+
+def _check_name(kind: str, name: str) -> None:
+    """Raises `UsageError` unless a name is a text that can be printed on a line."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UsageError(f"{name!r:.80} is not a valid name of a {kind}: give a line of printable text")
 
 
 def check_dataset(name: str, loader: object, run: RunState) -> None:
@@ -82,6 +87,7 @@ def check_stage(stage: Stage, name: str | None, others: Sequence[Stage]) -> None
     check_is_stage(stage, "append_stage")
     if "pipe" in vars(stage):
         raise UsageError(f"stage {stage.name!r} is part of a pipeline already: append a new one")
+    _check_name("stage", name or stage.name)
     if any((name or stage.name) == other.name for other in others):
         raise UsageError(f"a stage named {name or stage.name!r} is already registered: pass another name=...")
 
