@@ -110,7 +110,7 @@ def test_a_stopped_job_whose_checkpoints_cannot_be_listed_may_be_queued_again(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(Path, "glob", io_error)
-    with pytest.raises(StorageError, match="could not list .*checkpoints: Input/output error"):
+    with pytest.raises(StorageError, match=r"could not list .*checkpoints: Input/output error"):
         newest_step(run.path)
     assert epilogue.main(str(run.path), str(Stopped.exit_code)) == Stopped.exit_code
     assert capsys.readouterr().err.splitlines()[-1].startswith("headway: not queued again, as requeue is off")
