@@ -135,6 +135,24 @@ def test_an_end_that_cannot_be_written_does_not_replace_its_cause(
         monkeypatch.setattr(files, "write_atomic", no_space)
 
 
+@pytest.mark.parametrize("error", [Stopped("with a checkpoint"), ValueError("x")])
+def test_an_end_for_which_the_run_cannot_be_read_does_not_replace_its_cause(
+    run: Run, world: World, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that fails for a moment must not turn a stop into a run that is not queued again."""
+    usual = files.read_regular
+
+    def fail(path: Path) -> bytes:
+        if path == run.info_file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return usual(path)
+
+    with pytest.raises(type(error)) as caught, recording(run, world):
+        monkeypatch.setattr(files, "read_regular", fail)
+        raise error
+    assert caught.value is error
+
+
 def test_a_forked_child_does_not_end_the_attempt(run: Run, world: World) -> None:
     class InTheChild(Exception):
         pass

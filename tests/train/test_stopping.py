@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from headway.dist.control.signals import STOP_SIGNALS
 from headway.dist.group import current
 from headway.errors import Stopped
 from headway.run import Run
+from headway.system import files
 from headway.testing import ranks
 from headway.train import Callback, Pipeline, Stage
 from headway.train.resume import end_of_run
@@ -367,6 +369,30 @@ def test_ctrl_c_stays_ignored_where_a_shell_has_it_ignored() -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@alone
+def test_a_stop_whose_end_cannot_be_recorded_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is there, and the file system fails for a moment just when run.json is read."""
+    usual = files.read_regular
+
+    def fail(path: Path) -> bytes:
+        if path.name == "run.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return usual(path)
+
+    class Unreadable(Signalled):
+        def step(self, batch: Any) -> Tensor:
+            if self.pipe.steps_done == 4:
+                monkeypatch.setattr(files, "read_regular", fail)
+            return super().step(batch)
+
+    pipe = make(tmp_path, Unreadable(number=signal.SIGTERM, who=(0,), at=5), every="1h")
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 5, with a checkpoint"):
+        pipe.run()
+    assert list_steps(pipe.directory.checkpoints_dir) == [0, 5]
 
 
 @alone
