@@ -20,7 +20,7 @@ from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.failure.record import FailureRecord
 from headway.dist.group import current
 from headway.dist.shared_run import at_failure, note_script, use_run, use_terminal
-from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError
+from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError, UsageError
 from headway.record import diagnostics, screen
 from headway.record.devices import sampling_devices
 from headway.record.events import EventKind, EventLog, recording_events
@@ -202,7 +202,7 @@ def _numbered(run: Run, world: World) -> Iterator[tuple[int, EventLog]]:
                     status, code = ending(error)
                     why = _why(error)
                     end(status, code, f"attempt {number} is {status}{why and f': {why}'}", why)
-                except StorageError as unwritten:
+                except (StorageError, UsageError) as unwritten:  # UsageError: run.json cannot be read
                     if error is None:
                         raise
                     logger.error("%s", unwritten)  # the error that ends the attempt is the cause

@@ -106,7 +106,8 @@ class Checkpointer:
                 yield
             finally:
                 if root:
-                    with suppress(StorageError):  # only shown to people; the status is recorded elsewhere
+                    # only shown to people; the status is recorded elsewhere. UsageError: run.json cannot be read
+                    with suppress(StorageError, UsageError):
                         run.note_attempt(self._attempt, step_ended=self.run.steps_done)
 
     def start(self, choice: Choice) -> None:
