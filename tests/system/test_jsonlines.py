@@ -106,6 +106,26 @@ def test_a_full_disk_costs_rows_which_are_counted(
     assert warning == f"metric rows are being lost: {file}: No space left on device"
 
 
+def test_a_disk_that_is_full_when_the_file_is_closed_costs_rows_only(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NFS keeps lines in memory, and says only then that they exceed the quota."""
+    real = os.close
+    rows = JsonLinesWriter(file, content="metric rows")
+    rows.write({"step": 1})
+
+    def full(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "close", full)
+    rows.close()
+    rows.close()
+    monkeypatch.setattr(os, "close", real)
+    (warning,) = caplog.messages
+    assert warning == f"metric rows may be lost: {file}: {os.strerror(errno.EDQUOT)}"
+
+
 def test_a_device_that_is_full_costs_rows_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:
     install_handler()
     with JsonLinesWriter(Path("/dev/full")) as rows:
