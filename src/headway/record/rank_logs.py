@@ -110,7 +110,8 @@ class LogFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if why := self._file.close():
+            self._lose(1, why)
 
     def write(self, lines: Sequence[str]) -> None:
         """Appends `lines` in one system call, so that lines of forked children and threads do not mix."""

@@ -62,11 +62,18 @@ class AppendOnlyFile:
         self._torn = not data[:written].endswith(b"\n") if written else torn
         return min(lines.count(b"\n"), data.count(b"\n", written)), "no space left"
 
-    def close(self) -> None:
-        """Closes the file. Calling it again does nothing."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+    def close(self) -> str:
+        """Closes the file; returns why lines may be lost, empty if none are. Calling it again does nothing.
+
+        A network file system may report a full disk only here.
+        """
+        descriptor, self.descriptor = self.descriptor, -1
+        try:
+            if descriptor >= 0:
+                os.close(descriptor)
+        except OSError as error:
+            return str(error.strerror)
+        return ""
 
 
 @final
@@ -111,7 +118,8 @@ class JsonLinesWriter:
 
     def close(self) -> None:
         """Closes the file. Calling it again does nothing."""
-        self._file.close()
+        if why := self._file.close():
+            logger.warning("%s may be lost: %s: %s", self._content, self._file.path, why)
 
     def __enter__(self) -> Self:
         return self
