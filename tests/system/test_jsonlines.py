@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.errors import StorageError
+from headway.errors import RunLocked, StorageError
 from headway.system import jsonlines
 from headway.system.jsonlines import JsonLinesWriter, Tail
 from headway.system.log import install_handler
@@ -124,6 +124,27 @@ def test_a_disk_that_is_full_when_the_file_is_closed_costs_rows_only(
     monkeypatch.setattr(os, "close", real)
     (warning,) = caplog.messages
     assert warning == f"metric rows may be lost: {file}: {os.strerror(errno.EDQUOT)}"
+
+
+def test_rows_of_a_run_whose_owner_cannot_be_read_are_lost(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may not be written, and training does not end; it ends if another process has the run."""
+    problems: list[StorageError] = []
+
+    def check() -> None:
+        if problems:
+            raise problems.pop()
+
+    with JsonLinesWriter(file, content="metric rows", before_write=check) as rows:
+        problems.append(StorageError("Input/output error"))
+        rows.write_all([{"step": 1}, {"step": 2}])
+        rows.write({"step": 3})
+        problems.append(RunLocked("taken over"))
+        with pytest.raises(RunLocked):
+            rows.write({"step": 4})
+    assert rows.lost == 2 and [row["step"] for row in jsonlines.read(file)] == [3]
+    assert caplog.messages == [f"metric rows are being lost: {file}: Input/output error"]
 
 
 def test_a_device_that_is_full_costs_rows_and_warns_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -18,10 +19,12 @@ from headway.checkpoint.format.directory import list_steps
 from headway.checkpoint.write import disk
 from headway.dist.group import current
 from headway.errors import Stopped, StorageError
+from headway.run import lock
 from headway.system import failpoints
 from headway.system.environment import FAILPOINT
 from headway.testing import faults, ranks
 from headway.train import Pipeline
+from headway.train.metrics.reporter import Reporter
 
 alone = pytest.mark.usefixtures("alone")
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
@@ -132,6 +135,27 @@ def test_the_writer_of_one_rank_is_killed(tmp_path: Path) -> None:
         pipe.run()
     hw.barrier()
     assert on_disk(pipe) == [0, EVERY + 1]
+
+
+@alone
+def test_a_save_whose_row_cannot_be_written_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock cannot be listed for a moment, on rank 0 alone, which would repeat the save alone."""
+    usual = Reporter.record_checkpoint
+
+    def unlisted(_: Path) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def record(reporter: Reporter, saved: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(lock, "_newest", unlisted)
+            usual(reporter, saved)
+
+    monkeypatch.setattr(Reporter, "record_checkpoint", record)
+    pipe = make(tmp_path, Traced(), every=EVERY, max_epochs=1)
+    pipe.run()
+    assert on_disk(pipe) == [EVERY, 2 * EVERY, 11]
 
 
 @alone
