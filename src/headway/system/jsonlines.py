@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeGuard, final
 
+from headway.errors import RunLocked, StorageError
 from headway.system import files
 from headway.system.log import logger
 
@@ -82,7 +83,8 @@ class JsonLinesWriter:
 
     NaN and infinities, which JSON does not have, are written as the strings "nan", "inf" and "-inf". `content` names
     the rows in the one warning about lost ones. `default` converts values that JSON cannot represent. `before_write` is
-    called before rows are appended, and raises if this process must no longer write.
+    called before rows are appended, and raises `RunLocked` if this process must no longer write; another `StorageError`
+    costs the rows.
 
     >>> with JsonLinesWriter(Path("metrics.jsonl"), content="metric rows") as rows:  # doctest: +SKIP
     ...     rows.write({"step": 50, "metrics": {"train/loss": 0.7}})
@@ -109,9 +111,14 @@ class JsonLinesWriter:
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows in one system call."""
-        self._before_write()
-        text = "".join(self._line(row) for row in rows)
-        lost, self.error = self._file.append(text.encode()) if text else (0, "")
+        lines = "".join(self._line(row) for row in rows).encode()
+        try:
+            self._before_write()
+            lost, self.error = self._file.append(lines) if lines else (0, "")
+        except RunLocked:
+            raise
+        except StorageError as error:  # whether this process may write is unknown
+            lost, self.error = lines.count(b"\n"), str(error)
         if lost and not self.lost:
             logger.warning("%s are being lost: %s: %s", self._content, self._file.path, self.error)
         self.lost += lost
