@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import signal
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from headway.system.environment import FAILPOINT
 from headway.testing import faults, ranks
 from headway.train import Pipeline
 from headway.train.metrics.reporter import Reporter
+from headway.train.resume.checkpointer import MAX_FAILURES
 
 alone = pytest.mark.usefixtures("alone")
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
@@ -108,6 +111,36 @@ def test_the_last_save_is_repeated(background: bool, point: str, end: str, tmp_p
     else:
         pipe.run()
     assert on_disk(pipe) == [0, last]
+
+
+class LastOfThree(Traced):
+    """The third scheduled save in a row fails in the background, just when the run stops or ends."""
+
+    def __init__(self, *, stops: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.stops = stops
+
+    def step(self, batch: Any) -> Tensor:
+        if self.training and self.pipe.steps_done == 2 * EVERY:
+            checkpointer = self.pipe._state.checkpointer
+            assert checkpointer is not None and checkpointer._last_save.scheduled
+            failed: Future[Any] = Future()
+            failed.set_exception(StorageError("no space left"))
+            checkpointer.saver._pending, checkpointer._failures = failed, MAX_FAILURES - 1
+            if self.stops:
+                os.kill(os.getpid(), signal.SIGTERM)
+                wait_until(lambda: current().agreement.decided, "the stop is decided", interval_s=0.001)
+        return super().step(batch)
+
+
+@alone
+@pytest.mark.parametrize("stops", [False, True], ids=["finish", "stop"])
+def test_the_last_save_is_tried_after_three_have_failed(stops: bool, tmp_path: Path) -> None:
+    """Nothing comes after it, and there may be space again."""
+    pipe = make(tmp_path, LastOfThree(stops=stops), every=EVERY, max_epochs=1)
+    with pytest.raises(Stopped, match="after step 11, with a checkpoint") if stops else nullcontext():
+        pipe.run()
+    assert on_disk(pipe)[-1] == 11
 
 
 @alone
