@@ -317,7 +317,7 @@ class Checkpointer:
     def _save_and_wait(self, loop_state: LoopState | None) -> None:
         """Saves and waits until the checkpoint is complete; raises if that fails three times."""
         self._begin_save(loop_state)
-        self._wait_for_pending()
+        self._wait_for_pending(final=False)  # whatever became of it, this one is tried
         for pause_s in (*_RETRY_PAUSES_S, None):
             if self._is_saved():
                 break
@@ -365,24 +365,27 @@ class Checkpointer:
             validated_at=self._validated_at,
         )
 
-    def _wait_for_pending(self) -> None:
-        """Waits for the save in the background, and reports it if it has failed."""
+    def _wait_for_pending(self, *, final: bool | None = None) -> None:
+        """Waits for the save in the background, and reports it if it has failed, as `_note_failure` does."""
         try:
             self.saver.wait()
         except StorageError as error:
-            self._note_failure(error)
+            self._note_failure(error, final=final)
         self.collect_finished()
 
     def _note_failure(
-        self, error: StorageError, *, then: str = "training continues", final: bool = False
+        self, error: StorageError, *, then: str = "training continues", final: bool | None = None
     ) -> None:
-        """Reports that the last save failed; raises if another process has the run, or if saves fail too often."""
+        """Reports that the last save failed; raises if another process has the run, or if this is `final`.
+
+        By default it is final if saves have failed too often.
+        """
         if isinstance(error, RunLocked):
             raise error
         save = self._last_save
         save.failed = True
         self._failures += save.scheduled
-        if final or self._failures >= MAX_FAILURES:
+        if self._failures >= MAX_FAILURES if final is None else final:
             raise StorageError(f"{error}; {self._describe_newest()}") from error
         self._log(
             f"the save at step {save.step:,} failed, {then}: {error}; {self._describe_newest()}",
