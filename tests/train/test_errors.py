@@ -24,6 +24,12 @@ class NoLoss(Classify):
         super().step(batch)
 
 
+class Three(Classify):
+    def val_step(self, batch: Any) -> Any:
+        loss = super().step(batch)
+        return loss, len(batch[0]), loss
+
+
 class Vector(Classify):
     def step(self, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(self.models["net"](batch[0]), batch[1], reduction="none")
@@ -146,6 +152,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "loss not a scalar": (
         with_stage(Vector()),
         "train_step of stage 'vector' returned a loss of shape (16,): return one number, such as loss.mean()",
+    ),
+    "three values": (
+        with_stage(Three()),
+        "stage 'three' returned (Tensor, int, Tensor) instead of a loss: return the loss, or (loss, weight)",
     ),
     "loss without gradient": (
         with_stage(Detached()),

@@ -5,17 +5,51 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from headway.run.status import NOT_OF_A_RANK
 
-FailureRecord = dict[str, Any]
-"""kind (exception, interrupted, vanished, left, hang; exit: as an agent saw it; lost: a whole node; agent, step: what
-had started the ranks; staging, doctor: what came before them), rank, host, pid (None if a hang has no suspects), phase,
-step, error, hint, traceback (left: that of the rank which still waited), sentence, exit_code, time, echo, locked_out
-(the run is another process's), output (native code crashed: the end of the rank's log). The agent's copy also has
-failure_file and owner, the number of the lock that the rank's attempt holds on the run; the hub's abort has
-failure_file, None if it could not be written"""
+FailureKind = Literal[
+    "exception", "interrupted", "hang", "vanished", "left",
+    "exit", "lost", "agent", "step", "staging", "doctor",
+]  # fmt: skip
+"""the first line is what ranks find; the second what agents do: exit of a rank as its parent sees it, lost for a whole
+node, agent and step for what had started the ranks, staging and doctor for what came before them"""
+
+
+class FailureRecord(TypedDict, total=False):
+    """How a launch failed; which keys there are depends on the kind."""
+
+    kind: FailureKind
+    rank: int | None
+    """None for a hang without suspects"""
+    host: str | None
+    pid: int | None
+    phase: str | None
+    step: int | None
+    error: str
+    sentence: str | None
+    """what to say instead of the traceback, where the error is headway's own"""
+    hint: str | None
+    traceback: str | None
+    """for the kind left, that of the rank which still waited"""
+    output: str | None
+    """the end of the rank's log, where native code crashed"""
+    exit_code: int
+    time: str
+    echo: bool
+    """whether the error only results from the exit of another rank"""
+    locked_out: bool
+    """whether another process owns the run"""
+    suspects: list[int]
+    victims: list[int]
+    age: float
+    failure_file: str | None
+    """in the copies of the agent and of the hub: where the run keeps the record; None if it could not be written"""
+    owner: int | None
+    """in the agent's copy: the number of the lock that the rank's attempt holds on the run"""
+
+
 _NATIVE_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 
 

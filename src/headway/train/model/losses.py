@@ -58,7 +58,10 @@ def weighted(stage: TrainValStage, returned: tuple[Any, ...]) -> tuple[Tensor, T
     The mean over no token, of weight 0, is NaN; it is returned as 0, since NaN times 0 is NaN.
     """
     if len(returned) != 2 or not isinstance(returned[0], Tensor):
-        raise not_a_loss(stage, returned)
+        kinds = ", ".join(type(each).__name__ for each in returned)
+        raise UsageError(
+            f"stage {stage.name!r} returned ({kinds}) instead of a loss: return the loss, or (loss, weight)"
+        )
     loss, weight = returned
     valid = (
         weight.ndim == 0
