@@ -90,6 +90,22 @@ def test_a_save_that_fails_at_any_point_loses_no_interval(background: bool, tmp_
         assert pipe.steps_done - on_disk(pipe)[-1] <= EVERY, point
 
 
+class FaultyJudged(Faulty):
+    def val_step(self, batch: Any) -> None:
+        self.log("score", (3.0, 1.0, 2.0, 2.5)[self.epoch], weight=len(batch[0]))
+
+
+@alone
+def test_a_best_value_whose_save_failed_is_not_the_best(tmp_path: Path) -> None:
+    """Saved again after the next step, that checkpoint has no score; so the third score is the best that is saved."""
+    fault = faults.at("checkpoint.mid_file", action="errno=EIO")
+    stage = FaultyJudged(fault.text, at=22)
+    pipe = make(tmp_path, stage, every="1h", keep_best="val/score", background=False, max_epochs=4)
+    pipe.run()
+    assert on_disk(pipe) == [23, 33, 44]
+    assert hw.checkpoint.load_best(pipe.directory).metrics["val/score"] == 2.0
+
+
 @alone
 @pytest.mark.parametrize(
     ("background", "end", "point"),

@@ -133,7 +133,7 @@ class Checkpointer:
         if choice.parent is not None and loaded.path == choice.parent:
             # the checkpoint is in the parent run
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
-            self._metrics.best = None  # and so is the best one
+            self._metrics.forget_best()  # and so is the best one
         self.run.run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
@@ -294,7 +294,8 @@ class Checkpointer:
         """Stops if all ranks have agreed to stop here; saves soon if they have agreed that the last save failed."""
         failed = self._retry_agreement.pass_point()
         if failed is not None and self._last_save.step == int(failed):  # else another save has followed
-            self._retry, self._last_save.failed = True, True
+            self._retry = True
+            self._mark_failed()
         why = self._agreement.pass_point()
         if why is not None:
             self._stop(loop_state, why)
@@ -373,6 +374,10 @@ class Checkpointer:
             self._note_failure(error, final=final)
         self.collect_finished()
 
+    def _mark_failed(self) -> None:
+        self._last_save.failed = True
+        self._metrics.forget_best(self._last_save.step)
+
     def _note_failure(
         self, error: StorageError, *, then: str = "training continues", final: bool | None = None
     ) -> None:
@@ -383,7 +388,7 @@ class Checkpointer:
         if isinstance(error, RunLocked):
             raise error
         save = self._last_save
-        save.failed = True
+        self._mark_failed()
         self._failures += save.scheduled
         if self._failures >= MAX_FAILURES if final is None else final:
             raise StorageError(f"{error}; {self._describe_newest()}") from error

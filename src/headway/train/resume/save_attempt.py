@@ -49,7 +49,8 @@ class StepMetrics:
     def __init__(self, settings: CheckpointSettings) -> None:
         self._settings = settings
         self._step, self._values = -1, dict[str, Value]()
-        self.best: float | None = None
+        self._best = list[tuple[int, float]]()
+        """the last values that were the best so far, with their steps: at most one of them is still being saved"""
 
     def add(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds the metrics of an epoch or a validation."""
@@ -64,8 +65,20 @@ class StepMetrics:
     def improve(self, step: int) -> bool:
         """Returns whether the metrics of a step are better than all before; they are the best from then on."""
         better = self._settings.better(self.scalars(step), self.best)
-        self.best = self.best if better is None else better
+        if better is not None:
+            self._best = [*self._best[-1:], (step, better)]
         return better is not None
+
+    @property
+    def best(self) -> float | None:
+        return self._best[-1][1] if self._best else None
+
+    def forget_best(self, step: int | None = None) -> None:
+        """Forgets the best value if it is of this step, whose save has failed; by default whatever it is.
+
+        Otherwise a later value that is better than those of all checkpoints would not be saved.
+        """
+        self._best = [(each, value) for each, value in self._best if step is not None and each != step]
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "keep_best": self._settings.keep_best}
@@ -73,4 +86,4 @@ class StepMetrics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the best value, if it is of the same metric, which older checkpoints do not name."""
         same = state.get("keep_best", self._settings.keep_best) == self._settings.keep_best
-        self.best = state["best"] if same else None
+        self._best = [(-1, state["best"])] if same and state["best"] is not None else []
