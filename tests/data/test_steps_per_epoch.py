@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.data import ShardLoader, pack
+from headway.data import Mix, ShardLoader, pack
 from headway.errors import UsageError
 
 
@@ -74,6 +74,42 @@ def test_another_length_applies_from_the_epoch_that_is_under_way(source: Path) -
     plain = loader(source)
     plain.load_state_dict(state)
     assert len(epoch(plain)) == (20 + 50) // 4 - 6
+
+
+@pytest.mark.parametrize("tail", ["carry", "drop", "pad"])
+def test_an_epoch_that_is_beyond_its_new_length_ends_where_it_is(tail: str, source: Path) -> None:
+    """No batch comes twice, and the next epochs have the new length."""
+    first = loader(source, steps_per_epoch=5, tail=tail)
+    stream = [batch for _ in range(3) for batch in epoch(first)]
+    begun = loader(source, steps_per_epoch=5, tail=tail)
+    running = iter(begun)
+    for _ in range(4):
+        next(running)
+    state = begun.state_dict()
+    running.close()
+    shorter = loader(source, steps_per_epoch=2, tail=tail)
+    shorter.load_state_dict(state)
+    assert epoch(shorter) == [] and shorter.epoch == 1
+    assert epoch(shorter) == stream[4:6] and epoch(shorter) == stream[6:8]
+
+
+def test_an_epoch_has_its_steps_also_with_another_dataset(source: Path) -> None:
+    """Of 30 steps, more than all samples, 28 are done when a dataset is added: two are left."""
+    alone = Mix({"a": 1}, shards={"a": source})
+    first = ShardLoader(alone, batch_size=4, threads=1, steps_per_epoch=30)
+    running = iter(first)
+    for _ in range(28):
+        next(running)
+    state = first.state_dict()
+    running.close()
+    both = ShardLoader(
+        Mix({"a": 1, "b": 1}, shards={"a": source, "b": source}, added=["b"]),
+        batch_size=4,
+        threads=1,
+        steps_per_epoch=30,
+    )
+    both.load_state_dict(state)
+    assert [len(epoch(both)) for _ in range(2)] == [2, 30]
 
 
 def test_lengths_that_mean_nothing_are_refused(source: Path) -> None:
