@@ -435,8 +435,7 @@ class ShardLoader:
             if changed:
                 self._change_datasets(self._timeline, begun)
             elif int(state["samples"]) != self._batcher.pass_samples():
-                # the epoch ends after the number of steps given now
-                self._batcher.anchor = (self._epoch, begun)
+                self._continue_epoch(begun)
         if not changed and self._shuffle and self._split.rank_and_world_size()[0] == 0:
             mix.warn_of_edits([segment.weights for segment in segments], self.weights)
         self._restored, self._loops = True, self._loops + 1  # a loop in progress ends with an error
@@ -448,10 +447,17 @@ class ShardLoader:
         shuffle, it starts again.
         """
         if self._shuffle:
-            self._batcher.anchor = self._epoch, max(begun, self._position - self.samples)
+            self._continue_epoch(begun)
         else:
             self._position, self._batcher.anchor = self._epoch * self.samples, (0, 0)
         self._timeline = timeline.until(self._position, self._mix_segments(self._position), self._order.names)
+
+    def _continue_epoch(self, begun: int) -> None:
+        """Makes the current epoch, which began at position `begun`, end after the samples or steps of an epoch now.
+
+        An epoch that has had more ends here: if it ended earlier, the next one would repeat samples or have too few.
+        """
+        self._batcher.anchor = self._epoch, max(begun, self._position - self._batcher.pass_samples())
 
     def _identity(self) -> dict[str, Any]:
         return {
