@@ -1,6 +1,6 @@
 """A script that can be killed and started again, on any number of ranks; it writes down what each step saw.
 
-headway run --nproc 3 resumable.py FOLDER [fsdp] [slow] [each] [workers] [tail]
+headway run --nproc 3 resumable.py FOLDER [fsdp] [slow] [each] [ordered] [workers] [tail]
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ def main(folder: Path, *words: str) -> None:
     pipe = hw.Pipeline(name="toy", root=folder / "runs")
     pipe.register_model("net", net, parallel=Fsdp(blocks=(nn.Linear,)) if "fsdp" in words else "ddp", ema=0.9)
     pipe.register_optimizer("adamw", lambda ps: torch.optim.AdamW(ps, lr=0.01), model="net")
-    batch = {"batch_size": 4} if "each" in words else {"global_batch_size": GLOBAL_BATCH}
+    batch, ordered = {"global_batch_size": GLOBAL_BATCH}, "ordered" in words
+    if ordered or "each" in words:
+        batch = {"batch_size": 2 if ordered else 4}
     workers = 1 if "workers" in words else 0
-    train = hw.data.DataLoader(Numbered(), shuffle=True, seed=2, num_workers=workers, **batch)
+    train = hw.data.DataLoader(Numbered(), shuffle=not ordered, seed=2, num_workers=workers, **batch)
     pipe.register_dataset("train", train)
     pipe.append_stage(Witness(folder, slow="slow" in words), max_epochs=EPOCHS)
     pipe.enable_checkpointing(every=EVERY)

@@ -819,6 +819,21 @@ def test_batches_of_each_rank_are_told_to_change_with_the_number_of_ranks(tmp_pa
     ), text
 
 
+def test_the_rest_of_an_epoch_may_have_fewer_batches_on_some_ranks(tmp_path: Path) -> None:
+    """Whole epochs have equally many on three ranks. Two steps of one rank leave 56 samples: 9 batches of 6, and two
+    samples for three ranks, none of them for rank 0. A rank is killed in that epoch, too, and all of them end it."""
+    code, text = launch(tmp_path, 1, "ordered", "slow", fault="train.step:rank=0:nth=4:kill9")
+    assert code != 0, text
+    code, text = launch(tmp_path, 3, "ordered", "slow", fault="train.step:rank=1:nth=6:kill9")
+    assert code != 0 and "saved by 1 ranks, now 3" in text, text
+    code, text = launch(tmp_path, 3, "ordered")
+    assert code == 0 and "done at step 31" in text, text
+    assert (
+        "epoch 1 of stage 'witness' ended at step 11, when rank 0 had no more batches, with 1 batch on rank 1, "
+        "1 batch on rank 2 left" in text
+    ), text
+
+
 CHAINS = [(3, 2, 1), (4, 3, 2), (4, 2, 1), (4, 1, 3)]
 LONG = pytest.mark.skipif(os.environ.get("HEADWAY_FAULTS") != "full", reason="HEADWAY_FAULTS=full")
 
