@@ -90,6 +90,9 @@ class Pass:
     loader: object = None
     agreement: BatchAgreement | None = None
     """if ranks may have different numbers of batches: how many each takes"""
+    ranks_changed: bool = False
+    """whether it began on another number of ranks: some ranks may have a batch less left than others, although a whole
+    pass has equally many"""
 
     @property
     def ends_here(self) -> bool:
@@ -105,11 +108,17 @@ class Pass:
             self.batches_given = round(self.batches_given * total / before)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of": self.total_batches, "given": self.batches_given, "done": self.done}
+        state: dict[str, Any] = {"of": self.total_batches, "given": self.batches_given, "done": self.done}
+        return state | ({"ranks_changed": True} if self.ranks_changed else {})
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Pass:
-        return cls(total_batches=state["of"], batches_given=state["given"], done=state["done"])
+        return cls(
+            total_batches=state["of"],
+            batches_given=state["given"],
+            done=state["done"],
+            ranks_changed=state.get("ranks_changed", False),
+        )
 
 
 def missing_dataset(stage: Stage, name: str) -> UsageError:

@@ -269,6 +269,8 @@ class LoopState:
         progress.loader = loader
         progress.skip = 0 if positioned else progress.batches_given
         self._passes_begun += 1
+        if progress.ranks_changed:
+            lengths = None  # of whole passes: they do not tell what is left of this one
         self.run.timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
         if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:
             progress.agreement = BatchAgreement(

@@ -63,6 +63,9 @@ class RankState:
                 if stage.status.in_epoch:
                     restore_pass_states(stage.passes, local["passes"])
             return
+        for stage in self._run.stage_states:
+            for each in stage.passes:
+                each.ranks_changed = True
         seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
         self._rng = partial(dist.seed, seed, scope="rank")
         if self._pipe.world.is_root:
