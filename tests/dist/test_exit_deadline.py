@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import re
@@ -262,6 +263,23 @@ def test_a_worker_ends_for_its_rank_and_for_nobody_else() -> None:
     worker.terminate()  # from its rank, which exits
     worker.join(20)
     assert worker.exitcode == 0
+
+
+def test_a_worker_that_has_ended_keeps_no_file_open_until_garbage_is_collected() -> None:
+    """Each pass over a loader starts new workers, and a full collection may not come for hours."""
+    worker = multiprocessing.get_context("fork").Process(target=int, daemon=True)
+    worker.start()
+    end_by_own_signal(worker)
+    worker.join(20)
+    assert worker.exitcode == 0
+    sentinel = worker.sentinel
+    gc.disable()
+    try:
+        del worker
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(sentinel)
+    finally:
+        gc.enable()
 
 
 def test_what_a_worker_starts_has_the_signals_of_any_process() -> None:
