@@ -20,6 +20,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -74,7 +75,8 @@ def block_signals() -> Iterator[None]:
 
 def end_by_own_signal(worker: BaseProcess) -> None:
     """Makes `worker.terminate()`, which torch and the exit of this process call, end a worker that ignores SIGTERM."""
-    popen: Any = worker._popen  # type: ignore[attr-defined]
+    # a proxy: in a ring of references, the pipes of a worker that has ended would stay open
+    popen: Any = weakref.proxy(worker._popen)  # type: ignore[attr-defined]
     popen.terminate = lambda: popen._send_signal(_END_WORKER)
 
 
