@@ -116,6 +116,15 @@ def test_an_index_that_states_more_than_a_shard_can_hold_is_refused(digits: int,
         ShardLoader(tmp_path, batch_size=2)
 
 
+def test_a_shard_that_is_gone_is_named_although_its_index_is_there(tmp_path: Path) -> None:
+    """A large count is compared with the size of the shard, which may be a link to a file that was moved."""
+    path = packed(tmp_path)
+    path.with_suffix(".idx").write_text("v1.2 10001\n")
+    path.unlink()
+    with pytest.raises(UsageError, match=f"cannot read the shard {path}: No such file"):
+        ShardLoader([path], batch_size=2)
+
+
 # --- indexes of another shard, or of this one as it was
 
 

@@ -615,6 +615,14 @@ def test_a_list_may_have_patterns_and_joined_paths_are_refused(
         find_shards("train", "a/{x,y}.tar::b.tar")
 
 
+def test_a_list_may_have_directories(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    found = find_shards("train", ["b", "a/shard1-000000.tar"])
+    assert found == [*sorted(Path("b").glob("*.tar")), Path("a/shard1-000000.tar")] and len(found) > 2
+    with pytest.raises(UsageError, match=f"no shards found at '{tmp_path}'"):
+        find_shards("train", ["a", tmp_path])
+
+
 def test_a_folder_of_folders_is_no_dataset_and_says_which_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
