@@ -30,7 +30,7 @@ _BRACES = re.compile(r"{([^{}]*)}")
 _NUMBER_RANGE = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
 
 ShardSpec = str | Path | Sequence[str | Path]
-"""where shards are: a directory, a pattern, a list of files or patterns, or a name in the catalog"""
+"""where shards are: a directory, a pattern, a list of files, directories or patterns, or a name in the catalog"""
 
 
 def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> list[Path]:
@@ -70,8 +70,11 @@ def is_pattern(text: str) -> bool:
 
 
 def _listed(name: str, path: Path) -> list[Path]:
-    """Returns the files that an entry of a list stands for: a file, or the files of a pattern."""
+    """Returns the files that an entry of a list stands for: a file, or those of a directory or a pattern."""
     if is_pattern(str(path)) and not retry(f"look at {path}", path.exists):
+        return find_shards(name, path)
+    # shards are not looked at, because there may be many
+    if path.suffix != ".tar" and retry(f"look at {path}", path.is_dir):
         return find_shards(name, path)
     return [path]
 

@@ -31,7 +31,7 @@ from headway.data.shards.entries import (
     store,
 )
 from headway.data.shards.tar import BLOCK_BYTES, ShardLimits, over_limit
-from headway.errors import BadShard
+from headway.errors import BadShard, UsageError
 from headway.system.retries import read_start, retry
 
 _DALI = b"v1."
@@ -59,7 +59,13 @@ def indexed_count(path: Path, limits: ShardLimits) -> int | None:
 
 def _check_count(path: Path, index: Path, count: int, limits: ShardLimits) -> None:
     """Refuses a count that the shard has no room for: an epoch over that many samples might never end."""
-    most = min(retry(f"look at {path}", path.stat).st_size // BLOCK_BYTES, limits.members)
+    try:
+        size = retry(f"look at {path}", path.stat).st_size
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the shard {path}: {error.strerror}; check its path and permissions"
+        ) from error
+    most = min(size // BLOCK_BYTES, limits.members)
     if count > most:
         raise BadShard(
             f"{index} states {count} samples, and {path} can have {most} at most; remove it, or write it again with "
