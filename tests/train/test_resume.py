@@ -338,6 +338,7 @@ class Unsized:
         ("unsized", ("val", 11)),
         ("limited", 6),
         ("limited", 13),
+        ("validated first", 5),
     ],
 )
 def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path: Path) -> None:
@@ -347,7 +348,8 @@ def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path
         return TorchLoader(dataset(200 if kind == "limited" else SAMPLES), batch_size=BATCH, shuffle=True)
 
     limited = {"limit_train_batches": 11, "limit_val_batches": 2, "val_every": "4 steps"}
-    settings: dict[str, Any] = limited if kind == "limited" else {}
+    first: dict[str, Any] = {"val_at_start": True}  # a validation draws random numbers before the loader is opened
+    settings: dict[str, Any] = {"limited": limited, "validated first": first}.get(kind, {})
     stages = [Traced(**settings), Traced(cut=cut, **settings), Traced(**settings)]
     golden = seeded(make(tmp_path / "golden", stages[0], loader=loader(), every=1))
     golden.run()
