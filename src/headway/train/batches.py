@@ -82,7 +82,7 @@ class Pass:
     """batches that the loop has taken"""
     done: bool = False
     rng_state: Mapping[str, Any] | None = None
-    """the state of the random number generators when it began, for a loader that cannot save its position"""
+    """the state of the random number generators when it was opened, for a loader that cannot save its position"""
     checksums: dict[int, int] = field(default_factory=dict)
     """checksums of batch 1, 2, 4, 8 and so on of such a loader"""
     skip: int = 0

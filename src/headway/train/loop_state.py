@@ -259,15 +259,12 @@ class LoopState:
         """
         if lengths is not None:
             total = max(lengths) if uneven == "longest" else min(lengths)
-        positioned = isinstance(loader, StatefulObject)
         if self._passes_begun == len(self.passes):
-            saves = self.run.checkpointer
-            state = saves.rank_state.loaders.capture(loader) if saves and not positioned else None
-            self.passes.append(Pass(total_batches=total, rng_state=state))
+            self.passes.append(Pass(total_batches=total))
         progress = self.passes[self._passes_begun]
         progress.rescale(total)
         progress.loader = loader
-        progress.skip = 0 if positioned else progress.batches_given
+        progress.skip = 0 if isinstance(loader, StatefulObject) else progress.batches_given
         self._passes_begun += 1
         if progress.ranks_changed:
             lengths = None  # of whole passes: they do not tell what is left of this one
@@ -332,6 +329,9 @@ class LoopState:
             return open_loader(loader)
         loaders = self.run.checkpointer.rank_state.loaders
         if not progress.skip:
+            if progress.loader is not None and not isinstance(loader, StatefulObject):  # not a validation
+                # only now: a validation may have drawn random numbers since the pass began
+                progress.rng_state = loaders.capture(loader)
             return loaders.open(loader)
         dist.print_root(
             f"headway: {type(loader).__name__} has no state_dict(): "
