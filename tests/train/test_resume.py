@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -43,6 +44,7 @@ from headway.run import Run
 from headway.testing import ranks
 from headway.train import Callback, Fsdp, Pipeline, Stage
 from headway.train.evaluate import val_schedule
+from headway.train.resume.positions import RankState
 from headway.watch.report import account_run
 
 alone = pytest.mark.usefixtures("alone")
@@ -360,6 +362,30 @@ def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path
     assert stages[1].by_step | stages[2].by_step == stages[0].by_step
     assert_same(weights(pipe), weights(golden))
     assert pipe.history["val/loss"] == golden.history["val/loss"]
+
+
+@alone
+def test_a_new_order_on_other_ranks_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader without a position has a new order on another number of ranks; the next resume keeps that one."""
+    restore, steps = RankState.restore, list[Any]()
+
+    def restore_as_other(state: RankState, loaded: Any) -> None:
+        restore(state, replace(loaded, world_size=2))
+
+    for folder, cuts in (("golden", (5, None)), ("cut", (5, 8, None))):
+        by_step: dict[int, list[float]] = {}
+        for number, cut in enumerate(cuts):
+            loader = TorchLoader(dataset(), batch_size=BATCH, shuffle=True)
+            stage = Traced(cut=cut)
+            pipe = make(tmp_path / folder, stage, loader=loader, every=1, max_epochs=1)
+            torch.manual_seed(5 if number == 0 else 99)
+            with monkeypatch.context() as patch, pytest.raises(Cut) if cut else nullcontext():
+                if number == 1:
+                    patch.setattr(RankState, "restore", restore_as_other)
+                pipe.run()
+            by_step |= stage.by_step
+        steps.append(by_step)
+    assert steps[1] == steps[0]
 
 
 class Jittered(Dataset[Any]):
