@@ -84,6 +84,7 @@ class LoaderStates:
         """Returns the remaining batches of a pass; those that were trained on are read again and discarded."""
         began = progress.rng_state
         if began is None:  # the number of ranks has changed
+            progress.rng_state = self.capture(loader)  # this attempt may be stopped in the same pass
             return _skip(self.open(loader), progress)
         if not began.get("reopened"):
             self._forget_seed(loader)  # this is the first pass
