@@ -787,6 +787,26 @@ def test_killed_after_the_last_save(tmp_path: Path) -> None:
     assert stage.by_step == {} and pipe.steps_done == 33 and Last.calls == 2
 
 
+@alone
+def test_random_numbers_after_the_last_stage_go_on(tmp_path: Path) -> None:
+    """All stages have ended, so that none of them restores the random state; `post_run` was not called before."""
+    drawn: list[float] = []
+
+    class Last(Callback):
+        def post_run(self, pipe: Pipeline) -> None:  # noqa: ARG002
+            drawn.append(torch.rand(1).item())
+            if len(drawn) == 1:
+                raise Cut
+
+    for number in (1, 2):
+        pipe = make(tmp_path, Traced(), max_epochs=1, every="1 epoch")
+        pipe.add_callback(Last())
+        torch.manual_seed(5 if number == 1 else 99)
+        with pytest.raises(Cut) if number == 1 else nullcontext():
+            pipe.run()
+    assert drawn[0] == drawn[1]
+
+
 # --- other numbers of ranks: real processes, killed
 
 SCRIPT = Path(__file__).with_name("resumable.py")
