@@ -164,6 +164,7 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Saves the last checkpoint of a run, and stops if requested: the rest of the script may take long."""
+        self.rank_state.restore_rng()  # if all stages had ended before this attempt
         self._save_and_wait(None)
         after = f"after the last step, {self.run.steps_done:,}, with a checkpoint"
         advice = end_of_run.resume_advice(self.pipe.directory)
