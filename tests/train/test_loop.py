@@ -633,6 +633,24 @@ def test_a_loop_of_ones_own_with_two_optimisers(tmp_path: Path) -> None:
 
 
 @alone
+@pytest.mark.parametrize("by", ["max_steps", "stop_stage"])
+def test_a_stage_that_has_made_its_last_step_takes_no_batch_of_its_next_dataset(by: str, tmp_path: Path) -> None:
+    class InTurn(Stage):
+        def run_epoch(self) -> None:
+            for name in ("train", "more"):
+                for _ in self.batches(name):
+                    if by == "stop_stage" and self.steps_done == 2:
+                        self.stop_stage()
+
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(3))
+    pipe.register_dataset("more", Batches(2))
+    pipe.append_stage(InTurn(log_every=1), max_epochs=2, max_steps=3 if by == "max_steps" else None)
+    pipe.run()
+    assert pipe.steps_done == 3
+
+
+@alone
 def test_a_stage_steps_only_its_own_optimisers(tmp_path: Path) -> None:
     class Only(Classify):
         def optimizers(self) -> list[torch.optim.Optimizer]:
