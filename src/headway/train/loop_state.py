@@ -300,7 +300,7 @@ class LoopState:
         training = progress is not None
         ledger = self.run.ledger if training else None  # a validation is not a step
         progress = progress or Pass()
-        if progress.done or (progress.batches_given and not self.more_steps):
+        if progress.done or (training and not self.more_steps):
             return
         with moving(loader, self.device) as mover:
             opened = self._open(loader, progress)
