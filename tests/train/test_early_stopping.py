@@ -13,6 +13,7 @@ import headway as hw
 from headway.errors import UsageError
 from headway.testing import ranks
 from headway.train import Pipeline, TrainSettings
+from headway.train.evaluate import val_schedule
 from headway.train.metrics.early_stopping import EarlyStopping
 
 alone = pytest.mark.usefixtures("alone")
@@ -115,6 +116,36 @@ def test_epochs_without_the_metric_do_not_count(tmp_path: Path) -> None:
     hw.init()
     pipe = train(tmp_path, early_stop="max:val/score", patience=1, val_every="2 epochs")
     assert pipe.epoch == 4, "its second value is no better"
+
+
+class ByTheClock(Classify):
+    """Validates with the same score every ten seconds, which end between two epochs."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def val_step(self, batch: Any) -> None:  # noqa: ARG002
+        self.log("score", 1.0)
+
+    def post_epoch(self) -> None:
+        self.now_s += 10
+
+
+@alone
+def test_a_validation_before_the_first_step_of_an_epoch_may_end_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = ByTheClock(early_stop="val/score", patience=1, val_every="10s")
+    monkeypatch.setattr(val_schedule, "time", stage)
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(4))
+    pipe.register_dataset("val", Batches(2))
+    pipe.append_stage(stage, max_epochs=9)
+    pipe.run()
+    assert [step for step, _ in pipe.history.points("val/score")] == [4, 8]
+    assert pipe.steps_done == 8, "the third epoch has no step, since its first validation is no better"
 
 
 class Logs(Classify):
