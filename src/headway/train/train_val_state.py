@@ -218,7 +218,8 @@ class TrainValState(LoopState):
             model.train_if_unfrozen(self.pipe.optimizers.values())
 
     def check_progress(self) -> None:
-        if self.steps_done == self.epoch_start:
+        # a validation before the first step of the epoch may have ended the stage
+        if self.steps_done == self.epoch_start and not self.status.stop_agreed:
             raise self.no_batch()
 
     def total_steps(self) -> int | None:
