@@ -25,7 +25,7 @@ from headway.checkpoint.retention import Retention, prune
 from headway.data.fingerprint import fingerprints
 from headway.errors import NewerFormat, NoValidCheckpoint, UsageError
 from headway.run import Run
-from headway.train import Pipeline
+from headway.train import Pipeline, Stage
 from headway.train.resume.state import _load_by_name, compare_datasets
 
 alone = pytest.mark.usefixtures("alone")
@@ -73,6 +73,30 @@ def test_an_object_that_does_not_take_its_state(tmp_path: Path) -> None:
         pipe("old", cut=8).run()
     refused(pipe("new"), r"state 'counter' does not accept the state in the checkpoint \(KeyError: 'new'\)")
 
+
+@alone
+def test_a_run_may_go_on_in_fp16(tmp_path: Path) -> None:
+    """A checkpoint of another precision has no loss scale: it begins with the first one."""
+    cut(tmp_path, 8)
+    pipe = make(tmp_path, Traced(precision="fp16"))
+    pipe.run()
+    assert pipe.steps_done == 33
+
+
+@alone
+def test_a_loop_of_ones_own_that_became_a_managed_one(tmp_path: Path) -> None:
+    class Own(Stage):
+        def run_epoch(self) -> None:
+            for _ in self.batches("train"):
+                if self.steps_done == 7:
+                    raise Cut
+
+    with pytest.raises(Cut):
+        make(tmp_path, Own()).run()
+    refused(
+        make(tmp_path, Traced()),
+        r"stage 'train' does not accept the state in the checkpoint \(KeyError: 'precision'\)",
+    )
 
 @alone
 @pytest.mark.parametrize("old", [False, True])
