@@ -119,5 +119,5 @@ class MixedPrecision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.scaler is not None:
+        if self.scaler is not None and state:  # empty if it was saved in another precision
             self.scaler.load_state_dict(state)

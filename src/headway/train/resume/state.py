@@ -103,7 +103,8 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
         with _loading("scheduler", name):
             scheduler.load_state_dict(state["schedulers"][name])
     for stage in run.stage_states:
-        stage.load_state_dict(state["stages"][stage.name])
+        with _loading("stage", stage.name):
+            stage.load_state_dict(state["stages"][stage.name])
     for name, each in run.registered_state.items():
         with _loading("state", name):
             load_metric_state(each, state["registered"][name])
