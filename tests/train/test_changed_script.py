@@ -98,6 +98,7 @@ def test_a_loop_of_ones_own_that_became_a_managed_one(tmp_path: Path) -> None:
         r"stage 'train' does not accept the state in the checkpoint \(KeyError: 'precision'\)",
     )
 
+
 @alone
 @pytest.mark.parametrize("old", [False, True])
 def test_adamw_is_not_adam(old: bool) -> None:
