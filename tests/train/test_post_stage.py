@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,25 @@ def test_one_that_was_cut_off_is_repeated(
     assert not stage.by_step, "no step is repeated"
     assert stage.calls == POINTS.get(cut, 1)
     assert_ends_alike(again, truth)
+
+
+@alone
+def test_one_that_was_assigned_to_a_callback_is_repeated_too(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def post_stage(stage: Stage) -> None:
+        calls.append(stage.name)
+        if len(calls) == 1:
+            raise Cut
+
+    for number in (1, 2):
+        callback = Callback()
+        callback.post_stage = post_stage  # type: ignore[method-assign]
+        pipe = make(tmp_path, Traced(), every="1 epoch", max_epochs=1)
+        pipe.add_callback(callback)
+        with pytest.raises(Cut) if number == 1 else nullcontext():
+            pipe.run()
+    assert calls == ["train"] * 2
 
 
 @alone
