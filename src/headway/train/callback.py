@@ -55,6 +55,11 @@ class Callback:
         """Called at log points; `kind` is "train" or "validation", `point.values` are the reduced metrics."""
 
 
+def defines_hook(callback: Callback, name: str) -> bool:
+    """Whether a hook of a callback is the user's: of its class, or assigned to it."""
+    return name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name)
+
+
 def check_stays_method(kind: type, home: type, name: str, value: object, caller: str = "the loop") -> None:
     """Raises `UsageError` if a user's class has a value where `home`, the class of headway's, has a method."""
     if name.startswith("_") or callable(value) or getattr_static(home, name, None) is None:

@@ -21,7 +21,7 @@ from headway.run import Run, check_name
 from headway.system import environment
 from headway.train import loop
 from headway.train.batches import FirstBatch, closing_loaders
-from headway.train.callback import Callback, check_stays_method
+from headway.train.callback import Callback, check_stays_method, defines_hook
 from headway.train.checks import (
     check_dataset,
     check_new,
@@ -332,9 +332,9 @@ class Pipeline(EvaluationMethods, TrackerMethods):
     @property
     def _registers_later(self) -> bool:
         """Whether a `pre_run` of the user may register parts that the stages need."""
-        hooks = [type(each).pre_run for each in self._state.callbacks]
         own = type(self).pre_run is not Pipeline.pre_run or "pre_run" in vars(self)
-        return own or any(hook not in (Callback.pre_run, PlanCheck.pre_run) for hook in hooks)
+        users = [each for each in self._state.callbacks if type(each) is not PlanCheck]
+        return own or any(defines_hook(each, "pre_run") for each in users)
 
     @property
     def directory(self) -> Run:

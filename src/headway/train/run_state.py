@@ -16,7 +16,7 @@ from headway.run import Run
 from headway.system import environment
 from headway.system.log import logger
 from headway.train.batches import set_epoch
-from headway.train.callback import Callback
+from headway.train.callback import Callback, defines_hook
 from headway.train.checks import check_monitored, warn_of_unread_sweep
 from headway.train.diagnose.evidence import explain_out_of_memory
 from headway.train.diagnose.plan_check import with_plan
@@ -101,7 +101,7 @@ class RunState:
     def has_post_stage(self, stage: Stage) -> bool:
         """Whether the user defines a `post_stage`, which may change the state after the last save."""
         own = type(stage).post_stage is not Stage.post_stage or "post_stage" in vars(stage)
-        return own or any(type(each).post_stage is not Callback.post_stage for each in self.callbacks)
+        return own or any(defines_hook(each, "post_stage") for each in self.callbacks)
 
     def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """Calls a hook of the subject, then of the callbacks, without the hang check: a hook may take any time."""
