@@ -315,6 +315,35 @@ def test_a_loop_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
     compare_gan(tmp_path, 7)
 
 
+class Seldom(Stage):
+    """Steps its optimizer in every fourth iteration, as GANs do with one of their players."""
+
+    def __init__(self, cut: int | None = None) -> None:
+        super().__init__(log_every=1)
+        self.cut = cut
+
+    def run_epoch(self) -> None:
+        for x, y in self.batches("train"):
+            if self.pipe.steps_done + 1 == self.cut:
+                raise Cut
+            if self.pipe.steps_done % 4 == 0:
+                self.pipe.optimizers["sgd"].zero_grad()
+                F.cross_entropy(self.models["net"](x), y).backward()
+                self.step_optimizer("sgd")
+
+
+@alone
+def test_learning_rates_are_those_of_the_last_step_after_a_resume_too(tmp_path: Path) -> None:
+    """The scheduler has changed the rate since; the optimizer does not step before the next log points."""
+    golden = make(tmp_path / "golden", Seldom(), every=2, scheduler=warm_up, max_epochs=1)
+    golden.run()
+    for cut in (8, None):
+        pipe = make(tmp_path / "cut", Seldom(cut), every=2, scheduler=warm_up, max_epochs=1)
+        with pytest.raises(Cut) if cut else nullcontext():
+            pipe.run()
+    assert pipe.history.points("lr/sgd") == golden.history.points("lr/sgd")
+
+
 class Unsized:
     """Batches of an unknown number, in an order of its own, without a position."""
 
