@@ -36,6 +36,10 @@ class Schedule:
         self.used[:] = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self.scheduler.step()
 
+    def used_rates(self) -> list[float | None]:
+        """Returns the learning rates of the last step as plain values, for a checkpoint."""
+        return [None if rate is None else float(rate) for rate in self.used]
+
     def end_epoch(self, values: Mapping[str, Any]) -> None:
         """Steps the scheduler if it steps after each epoch; if it needs a metric, only if the epoch has it."""
         if self.every == "step":

@@ -424,6 +424,7 @@ class Checkpointer:
         shared = self._metrics.state_dict() | {"seed": torch.initial_seed(), "datasets": facts["shared"]}
         shared |= {"fingerprints": self._fingerprints, "adapters": state.adapters(pipe)}
         shared["adapter_names"] = state.adapter_names(pipe)
+        shared["rates"] = {name: schedule.used_rates() for name, schedule in self.run.schedules.items()}
         if self.run.media and self._before_validation is None:  # a resumed run repeats the whole validation
             self.run.media.save_point(self.run.steps_done)
         self.saver.save(
@@ -454,6 +455,9 @@ class Checkpointer:
         self._last_save = SaveAttempt(place=self._place(), scheduled=False)
         self._metrics.load_state_dict(loaded.state["run"])
         self._metrics.add(loaded.step, loaded.metrics)  # for a checkpoint that replaces it
+        for name, rates in loaded.state["run"].get("rates", {}).items():  # older checkpoints have none
+            if self.run.schedules[name].every == "step":
+                self.run.schedules[name].used[:] = rates
         age_s = attempts.seconds_since(self.pipe.directory.checkpoint_dir(loaded.step))
         self._newest = loaded.step, time.monotonic() - age_s
         self.rank_state.restore(loaded)
