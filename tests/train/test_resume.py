@@ -609,6 +609,29 @@ def test_what_hooks_log_counts_once(tmp_path: Path) -> None:
     assert found == [{"begun": 1.0, "opened": 1.0}, *[{"begun": None, "opened": 1.0}] * 2]
 
 
+class LogsGap(Callback):
+    """Logs after a validation what the next log point of training reduces."""
+
+    def log_point(self, stage: Stage, kind: str, point: Any) -> None:
+        if kind == "validation":
+            stage.log("gap", point.values["val/loss"])
+            stage.log("steps", torch.tensor(float(stage.steps_done)), weight=torch.tensor(2.0))
+
+
+@alone
+def test_what_is_logged_between_a_log_point_and_a_save_counts_once(tmp_path: Path) -> None:
+    results = []
+    for folder, cuts in (("golden", (None,)), ("cut", (6, 10, None))):  # saved after the validations of 4 and 8
+        for number, cut in enumerate(cuts):
+            pipe = make(tmp_path / folder, Traced(cut=cut, log_every=5, val_every="4 steps"), every=4)
+            pipe.add_callback(LogsGap())
+            torch.manual_seed(99 if number else 5)
+            with pytest.raises(Cut) if cut else nullcontext():
+                pipe.run()
+        results.append([pipe.history.points(name) for name in ("train/gap", "train/steps")])
+    assert results[1] == results[0]
+
+
 class Pairs(Stage):
     """Two datasets side by side: a batch of each is one step."""
 

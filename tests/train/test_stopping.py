@@ -126,6 +126,24 @@ def test_a_stage_that_was_to_end_ends_after_a_resume(tmp_path: Path) -> None:
     assert pipe.steps_done == 9
 
 
+class OneEndsAt(EndsAt):
+    """The same, on rank 1 alone."""
+
+    def log_point(self, stage: Stage, kind: str, point: Any) -> None:
+        if hw.rank() == 1:
+            super().log_point(stage, kind, point)
+
+
+@ranks(2)
+def test_a_stage_that_one_rank_was_to_end_ends_after_a_resume(tmp_path: Path) -> None:
+    for cut in (8, None):
+        pipe = make(tmp_path, Traced(cut=cut, log_every=3), every=3)
+        pipe.add_callback(OneEndsAt())
+        with pytest.raises(Cut) if cut else nullcontext():
+            pipe.run()
+    assert pipe.steps_done == 9
+
+
 @alone
 def test_in_a_validation(tmp_path: Path) -> None:
     assert stop_and_go_on(tmp_path, signal.SIGTERM, (0,), ("val", 11)) == 11
