@@ -133,6 +133,10 @@ class Cell:
             case _:
                 return total + self.host
 
+    def total_weight(self) -> float:
+        """Returns the weight on the host and on the device."""
+        return self.weight + (0.0 if self.device_weight is None else self.device_weight.item())
+
     def reset(self) -> None:
         self.total.fill_(_START[self.reduction])
         self.host, self.weight, self.device_weight = _START[self.reduction], 0.0, None
@@ -287,6 +291,23 @@ class MetricAccumulator:
         for key in self._agreed:
             self._cells[key.name] = Cell(key, self._device)
 
+    def rank_state_dict(self) -> list[list[Any]]:
+        """Returns what this rank has logged since the last log point, in a callback, say, as plain values."""
+        scopes = (("global", self._cells), ("rank", self._rank_cells))
+        return [
+            [scope, list(cell.key), cell.sums().tolist(), cell.total_weight()]
+            for scope, cells in scopes
+            for cell in cells.values()
+            if cell.weight or cell.device_weight is not None
+        ]
+
+    def load_rank_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
+        for scope, saved, sums, weight in state:
+            key, cells = _read_key(saved), self._cells if scope == "global" else self._rank_cells
+            cell = cells.setdefault(key.name, Cell(key, self._device))
+            cell.total.copy_(torch.tensor(sums, dtype=cell.total.dtype).reshape(key.shape))
+            cell.weight = weight
+
     # --- between ranks
 
     def _gather(self, keys: Sequence[MetricKey], header: Sequence[float] = ()) -> Array:
@@ -342,7 +363,7 @@ class MetricAccumulator:
 
     def _take_local(self, cell: Cell) -> Sums:
         """Returns the sums and the weight of a metric of scope "rank", and resets its cell."""
-        weight = cell.weight + (0.0 if cell.device_weight is None else cell.device_weight.item())
+        weight = cell.total_weight()
         sums: Array = cell.sums().cpu().numpy().astype(np.float64)  # a copy
         cell.reset()
         return sums, weight

@@ -18,6 +18,7 @@ from headway.train.resume.replay import LoaderStates, pass_states, restore_pass_
 from headway.train.resume.state import StatefulObject
 
 if TYPE_CHECKING:
+    from headway.train.loop_state import LoopState
     from headway.train.run_state import RunState
 
 
@@ -46,6 +47,7 @@ class RankState:
             "datasets": {name: state for name, state in positions.items() if name not in shared},
             "passes": pass_states(passes),
             "loaders": self.loaders.state_dict(),
+            "since_log_point": _since_log_point(loop_state),
         }
         return {"shared": shared, "local": local}
 
@@ -62,6 +64,7 @@ class RankState:
             for stage in self._run.stage_states:
                 if stage.status.in_epoch:
                     restore_pass_states(stage.passes, local["passes"])
+                    _restore_since_log_point(stage, local.get("since_log_point"))  # older checkpoints have none
             return
         for stage in self._run.stage_states:
             for each in stage.passes:
@@ -90,6 +93,19 @@ class RankState:
     def _restore_random(self, local: Mapping[str, Any]) -> None:
         rng.restore_random_state(local["random"], self._pipe.device)
         self.loaders.load_state_dict(local.get("loaders", {}))  # older checkpoints have none
+
+
+def _since_log_point(stage: LoopState | None) -> dict[str, Any] | None:
+    """Returns what this rank has logged and requested since the last log point, as a callback or a `val_step` may."""
+    if stage is None:
+        return None
+    return {"logged": stage.meter.rank_state_dict(), "stop_requested": stage.stop_requested}
+
+
+def _restore_since_log_point(stage: LoopState, state: Mapping[str, Any] | None) -> None:
+    if state is not None:
+        stage.meter.load_rank_state_dict(state["logged"])
+        stage.stop_requested = state["stop_requested"]
 
 
 def is_global(loader: object) -> bool:
