@@ -8,6 +8,7 @@ import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from headway.record.sinks import Csv
 from headway.run import Run
 from headway.testing import ranks
 from headway.train import Callback, Pipeline, Stage
+from headway.train.resume import state
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -275,6 +277,20 @@ def test_spoilt_weights_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(HeadwayError, match="weights are non-finite after step 6 and are not saved"):
         pipe.run()
     assert saved(pipe) == [0, 3]
+
+
+def test_a_rank_without_weights_takes_part_on_the_device_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP gives no row of a small model to some ranks; the collective of the others is on their device."""
+    seen: list[torch.device] = []
+
+    def gather(row: Tensor) -> Tensor:
+        seen.append(row.device)
+        return torch.zeros(1, 1)
+
+    monkeypatch.setattr(state, "gather_rows", gather)
+    pipe = SimpleNamespace(registered_models={}, device=torch.device("meta"))
+    state.check_weights(SimpleNamespace(pipe=pipe, steps_done=0))  # type: ignore[arg-type]
+    assert seen == [pipe.device]
 
 
 @alone
