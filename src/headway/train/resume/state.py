@@ -384,7 +384,8 @@ def check_weights(run: RunState) -> None:
     ]
     largest = torch._foreach_norm(weights, float("inf")) if weights else ()
     bad = [norm.to(pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
-    if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else torch.zeros(1)).any():
+    none = torch.zeros(1, device=pipe.device)  # of a rank to which FSDP has given no row
+    if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else none).any():
         raise HeadwayError(
             f"weights are non-finite after step {run.steps_done:,} and are not saved: lower the learning "
             "rate, set gradient_clip, or check the data, then resume from the previous checkpoint"
