@@ -49,6 +49,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "sparse": sparse,
     "directory": Path.mkdir,
     "other": other_kind,
+    "long": lambda path: path.symlink_to("x" * 300),
 }
 
 
@@ -75,6 +76,35 @@ def test_a_broken_run_of_another_user_is_skipped(
     assert chosen.run.id == own.id
     if kind != "other":
         assert f"{path}/run.json" in caplog.text
+
+
+@pytest.mark.parametrize("info", [None, "{"])
+def test_checkpoints_of_another_user_that_cannot_be_listed_stop_nobody(
+    info: str | None, tmp_path: Path
+) -> None:
+    """A link to where this user may not look, or to a name that is too long: beside a run.json, or without one."""
+    own = Run.create(tmp_path, name="a", config={"lr": 1})
+    own.begin_attempt(world={})
+    path = tmp_path / "a-2026.11.16-03.30-aaaa"
+    path.mkdir()
+    (path / "checkpoints").symlink_to("x" * 300)
+    if info is not None:
+        (path / "run.json").write_text(info)
+    shutil.chown(path, NOBODY, NOBODY) if os.geteuid() == 0 else None
+    said: list[str] = []
+    assert [each.run.id for each in watched.select(tmp_path, warn=said.append)] == [own.id]
+    assert len(said) == (info is not None)
+    chosen = choose(tmp_path, name="a", config={"lr": 1}, world={}, resume="auto")
+    assert chosen.run.id == own.id
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
+def test_a_run_of_another_user_whose_checkpoints_cannot_be_listed_needs_no_warning(tmp_path: Path) -> None:
+    other = Run.create(tmp_path, name="a", config={"lr": 1})
+    shutil.rmtree(other.checkpoints_dir)
+    other.checkpoints_dir.symlink_to("x" * 300)
+    shutil.chown(other.path, NOBODY, NOBODY)
+    assert choose(tmp_path, name="a", config={"lr": 1}, world={}, resume="auto").why == "new"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zero", "deep", "sparse"])
