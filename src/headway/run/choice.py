@@ -6,14 +6,14 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import final
 
 from headway import schedulers
-from headway.errors import RunLocked, UnreadableRun, UsageError
+from headway.errors import RunLocked, StorageError, UnreadableRun, UsageError
 from headway.run import Run, config_text, has_info, runs_under
 from headway.run.info import newest_step
 from headway.run.lock import newest_owner
@@ -142,7 +142,9 @@ def _is_own(path: Path, uids: Collection[int]) -> bool:
 def _warn_of_others(runs: Iterable[Run]) -> None:
     """Warns of the newest run with checkpoints that is not resumed only because another user owns it."""
     for run in runs:
-        step = newest_step(run.path)
+        step = None
+        with suppress(StorageError):  # their checkpoints may be where this user may not look
+            step = newest_step(run.path)
         if step is not None:
             logger.warning(
                 "%s has checkpoints up to step %s, and is not resumed: it belongs to %s; if it is yours, chown it",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final, get_args
 
 from headway import schedulers
-from headway.errors import INTERRUPTED, RunLocked, UnreadableRun, UsageError
+from headway.errors import INTERRUPTED, HeadwayError, RunLocked, StorageError, UnreadableRun, UsageError
 from headway.run import lock as run_lock
 from headway.run.creation import check_name, config_text, create_directory
 from headway.run.exit_codes import EndState, state_of
@@ -408,7 +408,7 @@ def runs_under(
     for path in paths:
         try:
             info = read_info(path)
-        except UsageError as error:
+        except (UsageError, StorageError) as error:  # StorageError: its checkpoints cannot be listed
             if has_info(path) and not _is_closed(path, error):
                 warn(str(error))
             continue
@@ -419,7 +419,7 @@ def runs_under(
     return [run for _, run in sorted(found, key=lambda pair: (pair[0], pair[1].id), reverse=True)]
 
 
-def _is_closed(path: Path, error: UsageError) -> bool:
+def _is_closed(path: Path, error: HeadwayError) -> bool:
     """Returns whether a directory is inaccessible, and not a run that this user, or root in a container, made."""
     if not isinstance(error.__cause__, PermissionError):
         return False

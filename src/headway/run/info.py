@@ -27,7 +27,7 @@ def has_info(path: Path) -> bool:
     """Returns whether a directory is a run directory; also True if this user may not look into it."""
     try:
         return RunPaths(path=path).info_file.exists()
-    except PermissionError:
+    except OSError:  # also another user's link to a name that no file can have
         return True
 
 
