@@ -81,6 +81,8 @@ def test_sbatch_does_not_see_the_job_from_which_it_is_called() -> None:
         ("cpu 2:00:00\ngpu 1:00:00", "cpu,gpu", "2:00:00", False),
         ("cpu 2:00:00\ngpu infinite", "cpu,gpu", "9-0", False),
         ("", "gpu", "9-0", False),
+        ("Welcome to Big\nhave fun\ncpu* 1:00:00\ngpu 9-00:00:00", None, "1:00:01", True),
+        ("Welcome to Big\nhave fun\ngpu 1:00:00", "gpu", "1:00:00", False),
     ],
 )
 def test_a_job_that_slurm_would_take_and_never_start_is_refused(
@@ -93,6 +95,20 @@ def test_a_job_that_slurm_would_take_and_never_start_is_refused(
             slurm.check(wanted)
     else:
         slurm.check(wanted)
+
+
+def test_a_time_is_compared_with_the_limit_of_the_partition_that_sbatch_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A user's SBATCH_PARTITION counts where no partition is given, and a QOS may allow more than a partition."""
+    slurm, client = scheduler((0, "", ""), (0, "long 9-00:00:00", ""))
+    monkeypatch.setenv("SBATCH_PARTITION", "long")
+    slurm.check(request(time="2-0"))
+    assert client.asked[1][-2:] == ("-p", "long")
+    slurm, _ = scheduler((0, "", ""), (0, "gpu 1:00:00", ""))
+    slurm.check(request(partition="gpu", qos="long", time="2-0"))
+    monkeypatch.setenv("SBATCH_QOS", "long")
+    slurm.check(request(partition="gpu", time="2-0"))
 
 
 def test_a_busy_controller_is_asked_again() -> None:
@@ -388,6 +404,15 @@ def test_the_queue_is_asked_once_and_the_accounts_for_what_it_has_forgotten() ->
     assert [word for word in client.asked[1] if "jobs" in word] == ["--jobs=8,9"], "only ids of jobs"
     silent, _ = scheduler((1, "", "slurm_load_jobs error: Unable to contact\n"))
     assert silent.queue([job("9")]).note == "slurm_load_jobs error: Unable to contact"
+    killed, _ = scheduler((-9, "", ""))
+    assert killed.queue([job("9")]).note == "squeue ended with exit code -9", "the job may be in the queue"
+
+
+def test_jobs_in_hidden_partitions_are_in_the_queue() -> None:
+    """squeue leaves them out unless it is asked for all; then it also lists what a federation runs elsewhere."""
+    slurm, client = scheduler((0, "12|RUNNING|None\n12|REVOKED|None\n", ""))
+    assert slurm.queue([job("12")]).find(job("12")) == JobStatus(state="running")
+    assert "--all" in client.asked[0]
 
 
 def test_names_of_jobs_and_of_their_starts() -> None:
