@@ -84,11 +84,13 @@ def ask_queue(client: SlurmClient, jobs: Iterable[JobIds]) -> Queue:
 
     Without SLURM on this machine the queue is empty; if SLURM does not answer in time, it has a note.
     """
-    answer = client.run("squeue", "--me", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S")
+    # --all: without it, squeue leaves out jobs in hidden partitions
+    columns = "--format=%i|%T|%r|%S"
+    answer = client.run("squeue", "--me", "--all", "--noheader", "--array", "--states=all", columns)
     if answer.not_installed:
         return Queue()
-    complaint = answer.err.strip().splitlines()
-    note = complaint[0] if answer.code and complaint else None
+    complaint = answer.err.strip().splitlines() or [f"squeue ended with exit code {answer.code}"]
+    note = complaint[0] if answer.code else None
     statuses = dict(_parse(answer.out))
     unknown = {ids.job_id for ids in jobs if ("slurm", ids.number) not in statuses}
     # the ids may come from runs of other people: only well-formed ones reach the command line
@@ -113,5 +115,6 @@ def is_gone(client: SlurmClient, job: str) -> bool | None:
 def _parse(out: str) -> Iterator[tuple[tuple[str, str], JobStatus]]:
     for line in out.splitlines():
         job, state, reason, started = (*line.split("|"), "", "", "")[:4]
-        if state:  # "CANCELLED by 0" in sacct
+        if state and state != "REVOKED":  # another cluster of a federation runs it
+            # "CANCELLED by 0" in sacct
             yield ("slurm", job), job_status(state.split()[0], "" if reason == "None" else reason, started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -111,8 +112,8 @@ _EXPLAINED: tuple[tuple[str, Callable[[JobRequest, SlurmClient], str]], ...] = (
 
 
 def partition_option(request: JobRequest) -> list[str]:
-    """Returns the option by which sinfo shows only the partitions of a job."""
-    partition = request.options.get("partition")
+    """Returns the option by which sinfo shows only the partitions of a job; sbatch reads the variable, too."""
+    partition = request.options.get("partition") or os.environ.get("SBATCH_PARTITION")
     return ["-p", partition] if partition else []
 
 

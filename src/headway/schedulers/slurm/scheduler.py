@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import socket
@@ -37,6 +38,8 @@ _NEVER_ASKED = re.compile("connect failure|connection refused", re.IGNORECASE)
 """its last error if no controller could have received the request"""
 _NUMBER = re.compile(r"^(\d+)(?:;(\S+))?$", re.MULTILINE)
 """the number and the cluster of a job, as --parsable prints them; programs of a site may print lines of their own"""
+_LIMIT = re.compile(r"(\S+) (infinite|(?:\d+-)?\d+(?::\d+){0,2})")
+"""a partition and its time limit; a program of a site may print lines of its own"""
 _LOOK = "look with squeue whether the job is there before you try again"
 _ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
 
@@ -132,7 +135,8 @@ class SlurmScheduler(Scheduler):
         if answer.code:
             raise refusal(answer.err, request, self._client)
         limit, wanted = self._time_limit(request), request.options.get("time")
-        if limit and wanted and parse_time_limit(wanted) > parse_time_limit(limit):
+        has_qos = request.options.get("qos") or os.environ.get("SBATCH_QOS")  # it may allow more
+        if limit and wanted and not has_qos and parse_time_limit(wanted) > parse_time_limit(limit):
             # many sites accept such a job and never start it
             raise refusal("time limit exceeds", request, self._client)
 
@@ -238,10 +242,10 @@ class SlurmScheduler(Scheduler):
 
     def _time_limit(self, request: JobRequest) -> str | None:
         """Returns the longest time that the partitions of a job allow; None if there is no limit."""
-        partition = request.options.get("partition")
-        answer = self._client.run("sinfo", "-ho", "%P %l", *partition_option(request))
-        lines = [line.split() for line in answer.lines]
-        limits = [limit for name, limit in lines if partition or name.endswith("*")]  # * is the default
+        partition = partition_option(request)
+        answer = self._client.run("sinfo", "-ho", "%P %l", *partition)
+        found = filter(None, map(_LIMIT.fullmatch, answer.lines))
+        limits = [line[2] for line in found if partition or line[1].endswith("*")]  # * is the default
         if not limits or "infinite" in limits:
             return None
         return max(limits, key=parse_time_limit)
