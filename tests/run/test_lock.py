@@ -239,6 +239,21 @@ def test_an_earlier_start_of_the_same_job_is_replaced_though_it_lives_and_holds_
     assert here.tell("check") == "mine"
 
 
+def test_a_job_that_is_over_is_replaced_though_a_file_server_keeps_its_flock(
+    start: Start, tmp_path: Path
+) -> None:
+    """As on NFS: the lock of a node that has crashed stays for a while, or until the node is back."""
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text("#!/bin/sh\necho NODE_FAIL\n")
+    squeue.chmod(0o755)
+    path = {"PATH": f"{squeue.parent}:{os.environ['PATH']}", "SLURM_CLUSTER_NAME": "big"}
+    there, here = start("container", **path, SLURM_JOB_ID="7"), start("here", **path, SLURM_JOB_ID="8")
+    there.tell("take")
+    assert here.tell("take") == "held None"
+    assert there.process.wait(timeout=180) == RunLocked.exit_code, "should it live after all"
+
+
 def test_only_a_smaller_count_of_the_same_job_is_an_earlier_start() -> None:
     ours = JobIds(scheduler="slurm", cluster_name="big", job_id="7", restart_count="10")
     assert is_earlier_start(dataclasses.replace(ours, restart_count="9"), ours)
