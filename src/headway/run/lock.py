@@ -239,7 +239,7 @@ def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float
     flock = FileLock.open(directory / "flock")
     try:
         number, note = _newest(directory), None
-        if not _try_flock(flock) and not _is_earlier_start(directory, number, me):
+        if not _try_flock(flock) and not _is_over(directory, number, me):
             raise _in_use(directory, number)
         while True:
             if number:
@@ -252,10 +252,15 @@ def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float
         raise
 
 
-def _is_earlier_start(directory: Path, number: int, me: Owner) -> bool:
-    """Returns whether the owner is an earlier start of our own job, perhaps on a node that the scheduler gave up."""
+def _is_over(directory: Path, number: int, me: Owner) -> bool:
+    """Returns whether the owner is an earlier start of our own job, or belongs to a job that is over.
+
+    It may live on a node that the scheduler gave up, and a file server keeps the lock of a node that has crashed.
+    """
     owner = _read_owner(directory, number)
-    return owner is not None and schedulers.is_earlier_start(owner.job, me.job)
+    if owner is None:
+        return False
+    return schedulers.is_earlier_start(owner.job, me.job) or schedulers.is_gone(owner.job, me.job) is True
 
 
 def _taken_over(directory: Path, taker: Owner | None) -> str:
