@@ -195,6 +195,14 @@ def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> Non
     assert beat is not None and beat.step is None and beat.phase.startswith("traintrain")
 
 
+def test_the_path_of_a_run_may_have_any_bytes(heart: Heartbeat, tmp_path: Path) -> None:
+    run = tmp_path / os.fsdecode(b"caf\xe9")
+    heart.watch(0.0, directory=tmp_path)
+    heart.set_run(run)
+    beat = heartbeat.read(tmp_path, 0)
+    assert beat is not None and beat.run == str(run), "the agent opens it"
+
+
 def test_the_agent_reports_only_if_nobody_moves(
     heart: Heartbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
