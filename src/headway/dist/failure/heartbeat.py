@@ -197,14 +197,14 @@ def read(directory: Path, rank: int) -> HeartbeatReading | None:
     version, pid, there, step, moved, limit = _FIXED.unpack_from(data.ljust(_FILE_BYTES, b"\0"))
     if version != _VERSION:
         return None
-    phase, owner, epoch, run = (_get(data, number) for number in (_PHASE, _OWNER, _ENDED_EPOCH, _RUN))
+    phase, owner, epoch = (_get(data, number) for number in (_PHASE, _OWNER, _ENDED_EPOCH))
     return HeartbeatReading(
         pid=pid,
         phase=phase,
         step=step if there else None,
         moved=moved,
         limit=limit,
-        run=run,
+        run=_get(data, _RUN, errors="surrogateescape"),
         owner=int(owner) if owner else None,
         ended_epoch=int(epoch) if epoch else None,
     )
@@ -231,9 +231,10 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def _put(memory: mmap.mmap, number: int, text: str) -> None:
     start, end = _TEXTS[number : number + 2]
-    memory[start:end] = text.encode()[: end - start - 1].ljust(end - start, b"\0")
+    # a path may have bytes that are not UTF-8
+    memory[start:end] = text.encode(errors="surrogateescape")[: end - start - 1].ljust(end - start, b"\0")
 
 
-def _get(data: bytes, number: int) -> str:
+def _get(data: bytes, number: int, *, errors: str = "replace") -> str:
     start, end = _TEXTS[number : number + 2]
-    return data[start:end].partition(b"\0")[0].decode(errors="replace")
+    return data[start:end].partition(b"\0")[0].decode(errors=errors)
