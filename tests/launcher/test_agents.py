@@ -95,6 +95,17 @@ def test_who_says_first_how_it_ended_decides(tmp_path: Path) -> None:
     assert first.outcome() is None
 
 
+def test_a_record_that_is_still_being_written_is_read_later(tmp_path: Path) -> None:
+    """On a file system without hard links, it has its name before it has its contents."""
+    team = Team(tmp_path, number=0, size=2)
+    team.begin_round(0)
+    (team.round_dir / "outcome.json").write_text('{"exit_code": 7')
+    (team.round_dir / "outcome.json").chmod(0o600)
+    assert team.outcome() is None
+    (team.round_dir / "outcome.json").write_text('{"exit_code": 75, "record": null}')
+    assert team.outcome() == {"exit_code": 75, "record": None}
+
+
 def test_the_script_reads_the_last_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_outcome, "_SETTLE_S", 0.0)
     launch = tmp_path / "5-0"

@@ -250,6 +250,14 @@ def test_what_cannot_be_noted_is_not_submitted(sbatch: Sbatch, monkeypatch: pyte
     assert not list(Path().glob("runs/*")) and not sbatch.submitted
 
 
+def test_lines_of_setup_may_have_any_bytes(sbatch: Sbatch) -> None:
+    """As the path of a module on an old disk: the shell reads bytes."""
+    line = os.fsdecode(b"source /opt/caf\xe9/env.sh")
+    for array in ((), ("lr=1,2",)):
+        submit_script.submit(Script(name="train.py"), Slurm(setup=(line,), array=array), root=Path("runs"))
+        assert b"\nsource /opt/caf\xe9/env.sh\n" in Path(sbatch.submitted[-1][-1]).read_bytes()
+
+
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -403,6 +411,21 @@ def test_a_run_whose_scheduler_does_not_answer_may_be_in_the_queue(
     run.failure_file.unlink()
     assert main(["runs", "archive", "--yes", str(run.path)]) == 0, "a job that has failed is not queued again"
     assert not run.path.exists()
+
+
+def test_a_run_is_not_removed_where_its_scheduler_cannot_be_asked(
+    sbatch: Sbatch, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without SLURM that shares the file system: the job has stopped, and waits in the queue again."""
+    (run,) = submit_script.submit(Script(name="train.py"), Slurm(), root=Path("runs")).runs
+    monkeypatch.setattr(sbatch, "run", lambda *_, **__: SlurmAnswer(code=127, err="squeue is not installed"))
+    for code in (75, 143):
+        record_end(run, code)
+        for word in ("rm", "archive"):
+            assert main(["runs", word, "--yes", str(run.path)]) == 2 and run.path.exists()
+            assert f"{run.id} may be in the queue" in capsys.readouterr().err
+    record_end(run, 1)
+    assert main(["runs", "rm", "--yes", str(run.path)]) == 0, "a job that has failed is not queued again"
 
 
 def test_a_start_that_is_refused_leaves_the_last_end_as_it_was(

@@ -149,7 +149,7 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one() -> None:
         Slurm.from_dict({"node": 2})
 
 
-@pytest.mark.parametrize("text", ["[", "- 1", "nodes: 2", "kind: cloud", "\xff"])
+@pytest.mark.parametrize("text", ["[", "- 1", "nodes: 2", "kind: cloud", "kind: .cluster:Mine", "\xff"])
 def test_a_file_that_says_nothing_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "on.yaml").write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match=r"on\.yaml"):
