@@ -77,7 +77,7 @@ def submit_runs(runs: Sequence[Run], programs: Sequence[Program], target: Cluste
         array = target.request(name=runs[0].name, directory=directory, log=RELATIVE.job_log)
         array, script = replace(array, is_array=True), directory / runs[0].job_script.name
         with files.storage(f"write {script}"):
-            files.write_atomic(script, scheduler.script(array).encode())
+            files.write_atomic(script, _encoded(scheduler.script(array)))
         return submit(lambda: scheduler.submit_array(array, script, range(len(runs))), is_array=True)
 
 
@@ -184,7 +184,12 @@ def _request(run: Run, target: ClusterTarget) -> JobRequest:
 def _write_script(run: Run, target: ClusterTarget) -> None:
     """Writes the job script of one run alone, which people may submit by hand."""
     with files.storage(f"write {run.job_script}"):
-        files.write_atomic(run.job_script, target.scheduler.script(_request(run, target)).encode())
+        files.write_atomic(run.job_script, _encoded(target.scheduler.script(_request(run, target))))
+
+
+def _encoded(script: str) -> bytes:
+    """Returns the bytes of a script: lines of setup may have some that are not UTF-8, and keep them."""
+    return script.encode(errors="surrogateescape")
 
 
 def _submit(
