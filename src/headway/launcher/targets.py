@@ -375,7 +375,7 @@ def from_dict(values: Mapping[str, Any]) -> Target:
     module, _, name = kind.partition(":")
     try:
         found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # TypeError: a relative name
         raise UsageError(
             f"kind: {kind!r:.80} is not a target; expected {', '.join(KINDS)} or MODULE:CLASS ({error})"
         ) from error

@@ -36,7 +36,7 @@ def load(name: str) -> Scheduler:
         )
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # TypeError: a relative name
         raise UsageError(
             f"the scheduler {name!r:.80} cannot be loaded ({error}); give {', '.join(_SHIPPED)} or MODULE:CLASS"
         ) from error
