@@ -374,8 +374,10 @@ def from_dict(values: Mapping[str, Any]) -> Target:
         return KINDS[kind].from_dict(values)
     module, _, name = kind.partition(":")
     try:
+        if module.startswith("."):
+            raise ImportError("the name is relative")
         found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # TypeError: a relative name
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"kind: {kind!r:.80} is not a target; expected {', '.join(KINDS)} or MODULE:CLASS ({error})"
         ) from error

@@ -35,8 +35,10 @@ def load(name: str) -> Scheduler:
             f"the scheduler {name!r:.80} is not loaded; if it is your own, set {SCHEDULER}={name:.80}"
         )
     try:
+        if module.startswith("."):
+            raise ImportError("the name is relative")
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # TypeError: a relative name
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
             f"the scheduler {name!r:.80} cannot be loaded ({error}); give {', '.join(_SHIPPED)} or MODULE:CLASS"
         ) from error
