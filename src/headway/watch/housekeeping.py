@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from headway import schedulers
 from headway.errors import StorageError, UsageError
 from headway.launcher.enqueue import remove_dead_links
 from headway.run import Run, runs_under
+from headway.run.info import read_json
 from headway.run.job_record import is_over_for_good
+from headway.schedulers.base import JobIds
 from headway.system import files, ownership
 from headway.system.text import shorten_list
 from headway.watch.runs import summarize, summary_of
@@ -38,13 +41,21 @@ def size_of(run: Run) -> int:
 def check_idle(run: Run, what: Literal["remove", "archive"]) -> None:
     """Raises `UsageError` if a run is running or queued, or may be."""
     now = summary_of(run).status
+    by_hand = f"once you know that it is not there: rm -r {shlex.quote(str(run.path))}"
     if not now.certain and now.state != "running" and not is_over_for_good(run):
-        advice = "try again when the scheduler answers"
-        if what == "remove":
-            advice = f"once you know that it is not there: rm -r {shlex.quote(str(run.path))}"
+        advice = by_hand if what == "remove" else "try again when the scheduler answers"
         raise UsageError(f"{run.id} may be in the queue ({now.why}); {advice}")
     if now.state in _BUSY:
         raise UsageError(f"{run.id} is {now.state}: wait until it has ended, or stop it first")
+    ids = JobIds.from_submission(read_json(run.submission_file) or {})
+    if ids is None or now.state == "done" or is_over_for_good(run):
+        return
+    scheduler = schedulers.load(ids.scheduler)
+    if scheduler.health(os.environ) is None:  # an empty queue proves nothing here
+        advice = by_hand if what == "remove" else "archive it on a machine of the cluster"
+        raise UsageError(
+            f"{run.id} may be in the queue ({scheduler.label} cannot be asked on this machine); {advice}"
+        )
 
 
 def check_code(run: Run, *, leaving: Sequence[Run] = ()) -> None:
