@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 
 import headway as hw
+from headway import schedulers
 from headway.errors import UsageError
-from headway.launcher.targets import KINDS, Slurm, read_target
+from headway.launcher.targets import KINDS, ClusterTarget, Slurm, read_target
+from headway.schedulers.base import Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
 
 FULL: dict[str, Any] = {
@@ -140,6 +143,30 @@ def test_a_range_of_nodes() -> None:
         UsageError, match="nodes='2-4': a function has a result of each rank, so their number is fixed"
     ):
         hw.launch(print, on=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere(ClusterTarget):
+    """A target for another scheduler, as docs/launch.md shows one: it checks nothing itself."""
+
+    kind: ClassVar[str] = f"{__name__}:Elsewhere"
+    nodes: int | str = 1
+    nproc_per_node: int = 1  # type: ignore[assignment]
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return schedulers.load("slurm")
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+
+def test_the_nodes_of_any_target_are_a_number_or_a_range() -> None:
+    """`headway resume --nodes` gives each target what the user wrote."""
+    assert Elsewhere(nodes="2-4").node_range == (2, 4)
+    for nodes in ("two", "0", "4-2", ""):
+        with pytest.raises(UsageError, match=f"nodes={nodes!r} must be a whole number of at least 1"):
+            Elsewhere(nodes=nodes).request(name="x", directory=Path("/run"), log=Path("log/job.txt"))
 
 
 def test_a_wrong_key_is_named_with_the_nearest_right_one() -> None:
