@@ -135,7 +135,7 @@ class ClusterTarget(Target):
     @property
     def node_range(self) -> tuple[int, int]:
         """The least and the most nodes."""
-        least, _, most = str(self.nodes).partition("-")
+        least, _, most = str(_nodes(self.nodes)).partition("-")
         return int(least), int(most or least)
 
     @property
