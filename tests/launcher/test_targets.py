@@ -12,6 +12,7 @@ import yaml
 import headway as hw
 from headway import schedulers
 from headway.errors import UsageError
+from headway.launcher.program import JobFile, Program
 from headway.launcher.targets import KINDS, ClusterTarget, Slurm, read_target
 from headway.schedulers.base import Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
@@ -152,6 +153,7 @@ class Elsewhere(ClusterTarget):
     kind: ClassVar[str] = f"{__name__}:Elsewhere"
     nodes: int | str = 1
     nproc_per_node: int = 1  # type: ignore[assignment]
+    pre: tuple[str, ...] = ()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -167,6 +169,18 @@ def test_the_nodes_of_any_target_are_a_number_or_a_range() -> None:
     for nodes in ("two", "0", "4-2", ""):
         with pytest.raises(UsageError, match=f"nodes={nodes!r} must be a whole number of at least 1"):
             Elsewhere(nodes=nodes).request(name="x", directory=Path("/run"), log=Path("log/job.txt"))
+
+
+def test_a_target_without_a_directory_for_data_stages_to_the_disk_of_its_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not to where the job happens to start."""
+    job = JobFile(program=Program(command=["x"]), target=Elsewhere(pre=("/datasets/a",)))
+    monkeypatch.setenv("SLURM_TMPDIR", "/scratch/7")
+    assert job.staged_environment() == {"HEADWAY_STAGED": "/scratch/7"}
+    monkeypatch.delenv("SLURM_TMPDIR")
+    with pytest.raises(UsageError, match="pre_to=''"):
+        job.staged_environment()
 
 
 def test_a_wrong_key_is_named_with_the_nearest_right_one() -> None:
