@@ -100,8 +100,9 @@ class JobFile:
         """Returns the variable for the directory of data copied to this node; empty if no data was copied."""
         if not self.target.pre:
             return {}
-        directory = os.path.expandvars(self.target.pre_to)
-        if "$" in directory:
+        own_disk = self.target.scheduler.local_disk(os.environ) or ""
+        directory = os.path.expandvars(self.target.pre_to or own_disk)
+        if not directory or "$" in directory:
             raise UsageError(
                 f"pre_to={self.target.pre_to!r}: not all of these variables are set on {socket.gethostname()}; "
                 "give a directory on the node's own disk, like /scratch/$USER"
