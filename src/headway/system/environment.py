@@ -54,6 +54,8 @@ SCHEDULER = "HEADWAY_SCHEDULER"
 """the scheduler of the job, as module:Class, if it is not one that ships with headway"""
 EARLIER_STARTS = "HEADWAY_EARLIER_STARTS"
 """how often earlier jobs started this run, if jobs cannot be requeued"""
+OF_A_JOB = (RUN, SMOKE, STAGED, RENDEZVOUS, HEARTBEAT, EARLIER_STARTS)
+"""variables that headway sets in a job, and that a job submitted from there must not inherit"""
 
 
 def is_on(name: str, environ: Mapping[str, str] = os.environ, *, default: bool = False) -> bool:

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from headway.system.environment import EARLIER_STARTS, HEARTBEAT, RENDEZVOUS, RUN, SMOKE, STAGED
+from headway.system.environment import OF_A_JOB
 
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
-_OF_A_JOB = (RUN, SMOKE, STAGED, RENDEZVOUS, HEARTBEAT, EARLIER_STARTS)
-"""variables that headway sets in a job, and that a job submitted from there must not inherit"""
 _NOT_INSTALLED, _TIMED_OUT = 127, 124
 
 
@@ -67,7 +65,7 @@ class SlurmClient:
         clean = {
             name: value
             for name, value in self._environ.items()
-            if name in _KEPT or not (name in _OF_A_JOB or name.startswith(("SLURM_", "SRUN_")))
+            if name in _KEPT or not (name in OF_A_JOB or name.startswith(("SLURM_", "SRUN_")))
         }
         try:
             done = subprocess.run(
