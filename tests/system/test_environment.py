@@ -11,7 +11,7 @@ from headway.errors import UsageError
 from headway.system import environment
 
 SOURCE = Path(headway.__file__).parent
-NAMES = {value for name, value in vars(environment).items() if name.isupper()}
+NAMES = {value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)}
 
 
 def test_every_variable_is_listed_once() -> None:
