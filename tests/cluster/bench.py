@@ -348,16 +348,25 @@ class Cluster:
         return "\n".join(parts)
 
 
+_registry_holds: list[int] = []
+"""the open directory of the registry, while this process holds its lock"""
+
+
 @contextmanager
 def _registry() -> Iterator[None]:
-    """Hold the one lock under which suites on this machine claim and free blocks of ports."""
+    """Hold the one lock under which suites on this machine claim and free blocks of ports; who has it may ask again."""
+    if _registry_holds:
+        yield
+        return
     ROOT.mkdir(mode=0o755, exist_ok=True)
     assert ROOT.lstat().st_uid == os.getuid(), f"{ROOT} belongs to somebody else"
     descriptor = os.open(ROOT, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _registry_holds.append(descriptor)
         yield
     finally:
+        _registry_holds.clear()
         os.close(descriptor)
 
 
