@@ -23,15 +23,24 @@ running() {  # a zombie does not run: an init that polls may take seconds to rea
   return 1
 }
 
+gone() {  # LOOKS PID...: wait until none of them runs
+  local looks=$1
+  shift
+  for _ in $(seq "$looks"); do running "$@" || return 0; sleep 0.05; done
+  return 1
+}
+
 stop() {  # SIGNAL SECONDS PID...: signal those that are ours, wait for all of them, KILL what is left
   local name=$1 seconds=$2 found
   shift 2
   found=$(ours "$@")
   [ -n "$found" ] || return 0
   kill "-$name" $found 2>/dev/null
-  for _ in $(seq $((seconds * 20))); do running $found || return 0; sleep 0.05; done
+  gone $((seconds * 20)) $found && return 0
   found=$(ours $found)
-  [ -z "$found" ] || kill -KILL $found 2>/dev/null
+  [ -n "$found" ] || return 0
+  kill -KILL $found 2>/dev/null
+  gone 200 $found  # on a busy machine what was killed lives on for a moment
 }
 
 pids() { cat "$LAB"/pids/$1.pid 2>/dev/null; }  # $1 may be a pattern

@@ -116,7 +116,8 @@ InactiveLimit=0
 KillWait=$KILLWAIT
 UnkillableStepTimeout=30
 WaitTime=0
-MinJobAge=300
+# how long the state of a job that has ended can be asked for: tests may come back to one late
+MinJobAge=3600
 # scheduling, requeue, preemption
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -136,9 +137,9 @@ CONF
 }
 
 wait_for_nodes() {
-  local limit=$((SECONDS + 20))
+  local limit=$((SECONDS + 90))  # a busy machine takes its time
   while [ $SECONDS -lt $limit ]; do
-    [ "$(timeout 2 sinfo -h -p low -t idle -o %D 2>/dev/null)" = "$NODES" ] && return 0
+    [ "$(timeout 5 sinfo -h -p low -t idle -o %D 2>/dev/null)" = "$NODES" ] && return 0
     sleep 0.1
   done
   return 1
@@ -177,5 +178,5 @@ fi
 start_munge
 slurmctld -c >> log/slurmctld.out 2>&1
 for i in $(seq "$NODES"); do "$HERE/node.sh" start "n$i"; done
-wait_for_nodes || { timeout 2 sinfo -N -l >&2 || true; die "the nodes did not come up; see $LAB/log"; }
+wait_for_nodes || { timeout 5 sinfo -N -l >&2 || true; die "the nodes did not come up; see $LAB/log"; }
 echo "cluster up: $NODES nodes ($MODE, $PROCTRACK)"
