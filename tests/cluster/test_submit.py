@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import EXIT_LIMIT_S, check_duration, wait_until
 
 from .bench import OPEN_MPI, Cluster
 from .jobs import HEADWAY, SCRIPTS, local_result, submit
 from .test_join import expected, ranks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.cluster
 
 SHOW = """
 import json, os, sys
@@ -201,7 +201,7 @@ def test_an_agent_that_is_killed_ends_the_job_for_good(cluster: Cluster) -> None
         (job, f"the agent on n2 {killed} its ranks with it"),
         (other, f"the process of the job's step (srun) {killed} the ranks were ended with it"),
     ):
-        assert each.wait("FAILED", timeout=30) == "FAILED"
+        assert each.wait("FAILED") == "FAILED"
         assert f"headway: {cause}\nrecord: {each.path / 'failure.json'}\n" in each.log
         assert json.loads((each.path / "failure.json").read_text())["error"] == cause
     assert cluster.restarts(job.job) == 0
@@ -263,7 +263,12 @@ def test_under_mpirun_all_go_down_with_one(cluster: Cluster) -> None:
     done = cluster.run(command, cwd=folder, timeout=180)
     times = {line.split()[1]: float(line.split()[0]) for line in done.stdout.splitlines()[-2:]}
     assert done.returncode != 0
-    assert times["down"] - times["died"] < 5 + 10 * (os.getloadavg()[0] > 3)
+    check_duration(times["down"] - times["died"], EXIT_LIMIT_S, "mpirun had ended after the rank died")
     assert "rank 2 of 4" in done.stderr
     assert "crashed in native code (SIGABRT)" in done.stderr
-    assert subprocess.run(["pgrep", "-f", str(folder / "dies.py")], capture_output=True).returncode == 1
+    find = ["pgrep", "-f", str(folder / "dies.py")]
+    wait_until(
+        lambda: subprocess.run(find, capture_output=True).returncode == 1,
+        "none of its processes is left",
+        timeout_s=EXIT_LIMIT_S,
+    )
