@@ -38,6 +38,8 @@ PORTS = range(17000, 27000, 100)
 # By names that mean one thing only: both bring a `mpirun`.
 OPEN_MPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe")
 MPICH = (str(Path(sys.executable).with_name("mpiexec")),)
+LIMIT_S = 150.0
+"""for a command, a job or a node: ten processes that import torch take a minute on a busy machine"""
 FINISHED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 )
@@ -132,7 +134,7 @@ class Node:
         """Take the node's network away; its processes go on running."""
         self._do("cut")
 
-    def mend(self, timeout: float = 40) -> None:
+    def mend(self, timeout: float = LIMIT_S) -> None:
         """Give the network back; return when the node takes jobs."""
         self._do("mend")
         if self.state().startswith("down"):  # Slurm would look again after half a minute
@@ -156,7 +158,7 @@ class Node:
             ["sinfo", "-hN", "-p", "low", "-n", self.name, "-o", "%T"], check=True
         ).stdout.strip()
 
-    def run(self, *argv: str | Path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *argv: str | Path, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Run a command on the node, outside Slurm."""
         return self.cluster.run([HERE / "node.sh", "enter", self.name, *argv], timeout=timeout)
 
@@ -178,7 +180,7 @@ class Node:
     def _update(self, *settings: str) -> None:
         self.cluster.run(["scontrol", "update", f"nodename={self.name}", *settings], check=True)
 
-    def _until_ready(self, timeout: float = 40) -> None:
+    def _until_ready(self, timeout: float = LIMIT_S) -> None:
         limit = time.monotonic() + timeout
         while not (self.state() in {"idle", "mixed", "allocated"} and self._answers()):
             assert time.monotonic() < limit, (
@@ -247,7 +249,7 @@ class Cluster:
         self,
         argv: Sequence[str | Path],
         *,
-        timeout: float = 60,
+        timeout: float = LIMIT_S,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         stdin: str = "",
@@ -263,7 +265,7 @@ class Cluster:
     def srun(
         self,
         *args: str | Path,
-        timeout: float = 60,
+        timeout: float = LIMIT_S,
         env: Mapping[str, str] | None = None,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
@@ -280,7 +282,7 @@ class Cluster:
         """The job's state, in capitals as Slurm writes it; also of a job that has ended."""
         return self.run(["squeue", "-h", "-t", "all", "-j", str(job), "-o", "%T"], check=True).stdout.strip()
 
-    def wait(self, job: int, states: str | Collection[str] = FINISHED, timeout: float = 60) -> str:
+    def wait(self, job: int, states: str | Collection[str] = FINISHED, timeout: float = LIMIT_S) -> str:
         """Wait until the job is in one of the states (default: it has ended) and return the state."""
         wanted = {states} if isinstance(states, str) else set(states)
         limit = time.monotonic() + timeout
@@ -314,7 +316,7 @@ class Cluster:
         host = f"10.213.{self.port // 100 % 250}.{number}" if self.mode == "net" else f"127.0.0.{10 + number}"
         return Node(name=name, address=host, port=self.port + number, cluster=self)
 
-    def reset(self, timeout: float = 60) -> None:
+    def reset(self, timeout: float = LIMIT_S) -> None:
         """Undo what a test may have left: repair all nodes, cancel all jobs, empty `work`."""
         nodes = [self.node(name) for name in self.names]
         for node in nodes:

@@ -10,7 +10,7 @@ import pytest
 from .bench import Cluster
 from .jobs import HEADWAY, submit
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.cluster
 
 
 def test_two_nodes_are_examined_by_a_job_of_its_own(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ SIZES = STOPS.replace(
     'print(f"start {again}"', 'print(f"start {again} of " + os.environ["WORLD_SIZE"]'
 ).replace("int(sys.argv[1])", "1")
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.cluster
 
 
 def listed(cluster: Cluster, job: Submitted) -> dict[str, Any]:
