@@ -193,7 +193,7 @@ def assert_old_or_new(folder: Path, expected: dict[int, object], fault: str) -> 
     return max(whole)
 
 
-@pytest.mark.timeout(1800 if FULL else 120)
+@pytest.mark.timeout(1800 if FULL else 300)
 @pytest.mark.parametrize("body", ["beside", "both"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_kill_at_every_point_of_a_save_beside_the_training(
@@ -240,7 +240,7 @@ def test_kill_of_a_rank_in_its_step(tmp_path: Path, forker: Forker, rank: int) -
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not here")
-@pytest.mark.timeout(1800 if FULL else 120)
+@pytest.mark.timeout(1800 if FULL else 300)
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)] if FULL else [(1, 0)])
 def test_kill_at_every_system_call_of_a_helper(tmp_path: Path, forker: Forker, ranks: int, rank: int) -> None:
     assert forker.run(tmp_path / "dry", ranks=ranks, fault="9 0", body="beside_calls") == [0] * ranks
