@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checker import judge
+from waiting import wait_until
 
 import headway
 from headway import checkpoint
@@ -36,7 +37,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if done.returncode:
         pytest.skip(f"may not mount here: {done.stderr.strip()}")
     yield mount
-    subprocess.run(["umount", mount], check=True)
+    unmount(mount)
+
+
+def unmount(mount: Path) -> None:
+    """As soon as nobody uses it any more: a writer that was killed may still have files open."""
+    wait_until(lambda: subprocess.run(["umount", mount]).returncode == 0, "nobody uses the disk")
 
 
 def assert_only(folder: Path, *steps: int) -> None:
@@ -140,7 +146,7 @@ def freezer(tmp_path: Path) -> Iterator[Path]:
     (mount / "lost+found").rmdir()
     yield mount
     subprocess.run(["fsfreeze", "--unfreeze", mount], capture_output=True)
-    subprocess.run(["umount", mount], check=True)
+    unmount(mount)
 
 
 def freeze(mount: Path, how: str = "--freeze") -> None:
