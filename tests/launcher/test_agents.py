@@ -67,15 +67,23 @@ def _gather(agents: list[Team], nproc: list[int]) -> list[environment.AgentPlace
     found: dict[int, environment.AgentPlacement] = {}
 
     def meet(index: int) -> None:
-        found[index] = agents[index].gather(nproc[index], timeout_s=30)
+        found[index] = agents[index].gather(nproc[index], timeout_s=60)
+
+    def announcement(index: int) -> bytes:
+        file = agents[index]._agent_file(index)
+        return file.read_bytes() if file.exists() else b""
+
+    def start(index: int) -> threading.Thread:
+        before, thread = announcement(index), threading.Thread(target=meet, args=(index,))
+        thread.start()
+        wait_until(lambda: announcement(index) != before, "the agent has announced itself")
+        return thread
 
     # the later agents first: the first one then finds all of them, and no leftovers
-    threads = [threading.Thread(target=meet, args=(index,)) for index in reversed(range(len(agents)))]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.3)
-    for thread in threads:
+    for thread in [start(index) for index in reversed(range(len(agents)))]:
         thread.join()
+    for agent in agents:
+        agent.end_watch()  # else its thread lives as long as this process
     return [found[index] for index in range(len(agents))]
 
 
@@ -242,11 +250,11 @@ def test_agents_of_a_suspended_job_do_not_miss_each_other(monkeypatch: pytest.Mo
         monkeypatch.setattr(time, "monotonic", lambda: clock() + later)
         later = 1000.0
         assert [agent.silent() for agent in agents] == [[], []], "all stood still"
-        later += 29.0
+        later += 25.0
         assert [agent.silent() for agent in agents] == [[], []]
-        later += 29.0
+        later += 25.0
         assert [agent.silent() for agent in agents] == [[], []]
-        later += 29.0
+        later += 25.0
         assert [agent.silent() for agent in agents] == [[1], [0]], "they had a minute to be heard again"
     finally:
         for agent in agents:
@@ -291,10 +299,10 @@ def test_a_node_that_is_lost_is_noticed_and_the_others_end(tmp_path: Path, lost:
     nodes = [Node(tmp_path, number, seconds=0 if number == 1 else 100) for number in range(3)]
     node, other = nodes[lost], nodes[2 - lost]
     try:
-        nodes[1].agent.join(20)
+        nodes[1].agent.join(60)
         assert nodes[1].agent.exitcode == 0, "it has ended well, and nobody misses it"
         assert node.rank and other.rank
-        time.sleep(1.0)  # several beats: the agents have heard each other
+        time.sleep(2.0)  # several beats: the agents have heard each other
         node.signal(how)
         other.agent.join(40)
         assert other.agent.exitcode == 1
