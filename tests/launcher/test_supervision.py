@@ -181,6 +181,7 @@ wait_for(lambda: False)
 Path("lived-on").touch()
 """,
         nproc=2,
+        grace_s=2.0,  # also what the rank has to hear and to tell, which 0.3 s may not be enough for
     )
     assert code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "told"]
