@@ -105,12 +105,13 @@ def test_from_root_gives_the_value_and_leaves_no_keys() -> None:
 
 @ranks(3)
 def test_a_barrier_names_those_who_do_not_come() -> None:
+    hw.barrier()  # all are there: on a busy machine one of the others could be late, too
     if hw.rank() == 2:
-        time.sleep(1.5)
+        time.sleep(4)
         hw.barrier()  # too late for the others, but every rank must come as often as the rest
     else:
-        with pytest.raises(BarrierTimeout, match=r"within 0\.5 s by rank 2"):
-            hw.barrier(timeout=0.5)
+        with pytest.raises(BarrierTimeout, match=r"within 2 s by rank 2"):
+            hw.barrier(timeout=2)
 
 
 @ranks(3)
