@@ -91,7 +91,7 @@ def test_ranks_that_have_seen_different_numbers_decide_alike(
 
         def all_gather(self, value: Callable[[], Any]) -> list[Any]:
             rows.append(value())
-            meeting.wait(timeout=2)
+            meeting.wait(timeout=30)
             return rows
 
     def rank(number: int) -> bool:

@@ -151,7 +151,7 @@ def test_when_one_file_fails_the_others_are_not_copied_to_their_end(
 
     def fail_late(fd: int) -> None:
         if ".0.tar." in os.readlink(f"/proc/self/fd/{fd}"):  # noqa: PTH115
-            assert began.wait(10)
+            assert began.wait(60)
         fsync(fd)
 
     def cancel(*args: Any, **options: Any) -> None:
@@ -161,7 +161,7 @@ def test_when_one_file_fails_the_others_are_not_copied_to_their_end(
     def progress(done: int, _: int) -> None:
         if done > 100:  # the first chunk of the other file is there
             began.set()
-            cancelled.wait(10)
+            cancelled.wait(60)
 
     monkeypatch.setattr(os, "fsync", fail_late)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", cancel)

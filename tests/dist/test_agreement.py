@@ -49,7 +49,7 @@ def test_the_point_is_beyond_what_any_rank_has_passed() -> None:
             member.decide(max(points), "enough")
             time.sleep(chance.random() * 0.002)
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert stops == [max(points)] * 4, seed
 
 

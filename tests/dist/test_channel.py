@@ -30,13 +30,13 @@ Pair = tuple[Channel, Channel]
 def pair(sockets: tuple[socket.socket, socket.socket]) -> Pair:
     caller = Channel(sockets[0], KEY, is_client=True)
     hub = Channel(sockets[1], KEY, is_client=False)
-    caller.handshake(1)
-    hub.handshake(1)
+    caller.handshake(30)
+    hub.handshake(30)
     return caller, hub
 
 
 def raw(channel: Channel) -> bytes:
-    channel.socket.settimeout(1)
+    channel.socket.settimeout(30)
     return channel.socket.recv(1 << 16)
 
 
@@ -46,14 +46,14 @@ def test_messages_arrive_both_ways_in_order(pair: Pair) -> None:
     for message in sent:
         caller.send(message)
         hub.send(message)
-    assert [hub.receive(1) for _ in sent] == sent
-    assert [caller.receive(1) for _ in sent] == sent
+    assert [hub.receive(30) for _ in sent] == sent
+    assert [caller.receive(30) for _ in sent] == sent
 
 
 def test_the_end_of_the_connection_is_none(pair: Pair) -> None:
     caller, hub = pair
     caller.close()
-    assert hub.receive(1) is None
+    assert hub.receive(30) is None
 
 
 def test_silence_is_a_timeout(pair: Pair) -> None:
@@ -64,10 +64,10 @@ def test_silence_is_a_timeout(pair: Pair) -> None:
 def test_another_key_is_no_key(sockets: tuple[socket.socket, socket.socket]) -> None:
     caller = Channel(sockets[0], b"x" * 32, is_client=True)
     hub = Channel(sockets[1], KEY, is_client=False)
-    caller.handshake(1)
+    caller.handshake(30)
     caller.send({"type": "abort"})
     with pytest.raises(UntrustedPeer):
-        hub.receive(1)
+        hub.receive(30)
 
 
 def test_a_message_cannot_be_played_twice(pair: Pair) -> None:

@@ -178,7 +178,7 @@ def test_a_worker_forked_while_a_thread_starts_a_program_does_not_delay_it(
     worker.start()
     forked.set()
     try:
-        assert started.wait(20), "the thread waits for the worker"
+        assert started.wait(60), "the thread waits for the worker"
     finally:
         worker.kill()
         worker.join()

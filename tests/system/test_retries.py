@@ -36,7 +36,7 @@ def test_a_requested_stop_tries_again_at_once_and_then_every_second(monkeypatch:
     reader.start()
     wait_until(lambda: len(tries) == 2, "it waits for its third try")
     retries.stop_requested.set()
-    reader.join(20)
+    reader.join(60)
     assert read_by == ["read"] and tries == [False] * 2 + [True] * 7
 
 
