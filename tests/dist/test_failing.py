@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import warm
-from waiting import EXIT_LIMIT_S, check_duration, wait_until
+from waiting import EXIT_LIMIT_S, check_duration, has_ended, wait_until
 
 from headway.dist.control.failure_handler import FailureHandler
 from headway.dist.environment import LaunchEnvironment
@@ -232,8 +232,8 @@ def test_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:
 
 def _is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it may end between two looks
+        return not has_ended(psutil.Process(pid))
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -51,6 +51,18 @@ def wait_until(
     return found
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, or a zombie. It may end between two looks, so one call must ask and catch.
+
+    >>> has_ended(psutil.Process())
+    False
+    """
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def check_duration(seconds: float, limit_s: float, what: str) -> None:
     """Fails if something took longer than it may.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from waiting import wait_until
+from waiting import has_ended, wait_until
 
 from headway.errors import UsageError
 from headway.record.devices import __main__ as process, gpu, sampling
@@ -88,7 +88,7 @@ def test_a_process_whose_parent_was_killed_ends(run: Run, monkeypatch: pytest.Mo
     finally:
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
-    wait_until(lambda: not child.is_running() or child.status() == "zombie", "the process has ended")
+    wait_until(lambda: has_ended(child), "the process has ended")
 
 
 def test_a_short_run_and_one_without_samples_start_no_process(

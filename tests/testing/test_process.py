@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import suppress
 from typing import Any
 
 import psutil
 import pytest
-from waiting import wait_until
+from waiting import has_ended, wait_until
 
 from headway.testing.process import RankHandle
 
@@ -33,11 +34,10 @@ def test_the_children_of_a_rank_end_with_it(child: str) -> None:
     started = psutil.Process(int(text))
     try:
         assert rank.reap() == -9
-        wait_until(
-            lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, "its child ends"
-        )
+        wait_until(lambda: has_ended(started), "its child ends")
     finally:
-        for process in [*started.children(), started] if started.is_running() else ():
-            process.kill()
+        with suppress(psutil.NoSuchProcess):
+            for process in [*started.children(), started]:
+                process.kill()
         rank.disconnect()
         rank.close()
