@@ -26,7 +26,7 @@ from headway.testing import ranks
 from headway.train import Pipeline, TrainValStage
 from headway.watch.planned import compare_with_plan
 
-STEP_S = 0.02
+STEP_S = 0.1  # a busy machine adds some hundredths, and the plan allows six times as much
 
 
 class Steady(TrainValStage):
