@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import wait_until
+from waiting import EXIT_LIMIT_S, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -73,7 +73,7 @@ def _check_nothing_is_left(folder: Path) -> None:
     wait_until(
         lambda: not (any(map(psutil.pid_exists, pids)) or memory.exists()),
         "all processes and their shared memory are gone",
-        timeout_s=20,
+        timeout_s=EXIT_LIMIT_S,
         explain=lambda: f"processes {pids}, shared memory: {memory.exists()}",
     )
     allowed = (

@@ -150,7 +150,7 @@ def test_one_skips_and_the_other_waits_for_it() -> None:
     c10d.barrier()
 
 
-@ranks(3, timeout=3)
+@ranks(3, timeout=8)
 def test_hangs() -> None:
     print("before the hang")
     if headway.rank() == 1:
@@ -178,7 +178,7 @@ def test_root_leaves_with_exit_code_0() -> None:
     c10d.barrier()
 
 
-@ranks(2, timeout=3)
+@ranks(2, timeout=8)
 def test_leaves_the_others_alone() -> None:
     if headway.rank() == 1:
         headway.dist.leave()
