@@ -403,8 +403,8 @@ def test_persistent_workers_end_with_their_loader() -> None:
     (worker,) = set(psutil.Process().children()) - set(before)
     began = time.monotonic()
     del loader
-    worker.wait(5)
-    check_duration(time.monotonic() - began, 5, "the worker had ended (10 s if references form a ring)")
+    worker.wait(9)
+    check_duration(time.monotonic() - began, 9, "the worker had ended (10 s if references form a ring)")
 
 
 class Shielded(Numbers):

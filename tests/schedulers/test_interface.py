@@ -48,7 +48,7 @@ def result(path: Path) -> Result:
     ).read_text()
 
 
-def wait_for(holds: Callable[[], object], job: hw.Job, limit_s: float = 100) -> None:
+def wait_for(holds: Callable[[], object], job: hw.Job, limit_s: float = 150) -> None:
     wait_until(holds, "the job is so far", timeout_s=limit_s, explain=lambda: f"{job.status()}\n{job.log()}")
 
 
@@ -68,7 +68,7 @@ def test_a_preempted_run_is_requeued_and_resumes_exactly(tmp_path: Path) -> None
     assert job.state() == "running"
     ProcessScheduler().preempt(submitted.ids)
     wait_for(lambda: len(run.info()["attempts"]) == 2, job)
-    assert job.wait(timeout=100) == "done", job.log()
+    assert job.wait(timeout=150) == "done", job.log()
 
     first, second = run.info()["attempts"]
     assert (first["status"], second["status"]) == ("stopped", "done"), job.log()
