@@ -116,6 +116,7 @@ def test_a_directory_that_may_not_be_written() -> None:
     with tempfile.TemporaryDirectory() as outer:
         folder = Path(outer, "checkpoints")
         checkpoint.save(folder, {"x": 1}, step=1)
+        checkpoint.load_latest(folder)  # imports what the other user may not be able to read
         for path in (Path(outer), folder, *folder.rglob("*")):
             os.chown(path, somebody, -1)
         folder.chmod(0o500)
