@@ -301,6 +301,7 @@ def test_without_root_a_user_namespace_does() -> None:
         assert not lab.exists()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("setting", "outcome"),
     [({}, "1 skipped"), ({"CI": "true"}, "1 error"), ({"HEADWAY_REQUIRE_CLUSTER": "1"}, "1 error")],
@@ -308,6 +309,7 @@ def test_without_root_a_user_namespace_does() -> None:
 def test_without_slurm_tests_are_skipped_unless_they_must_run(setting: dict[str, str], outcome: str) -> None:
     one = f"{__file__}::test_nodes_share_files_but_not_memory"
     env = {**os.environ, "CI": "", "HEADWAY_REQUIRE_CLUSTER": "", "PATH": "/nowhere", **setting}
-    result = run([sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", one], env=env)
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", one]
+    result = run(command, env=env, timeout=300)
     assert outcome in result.stdout
     assert "not installed: srun" in result.stdout
