@@ -56,9 +56,11 @@ class Slow(Classify):
 
 
 class SlowBatches(Batches):
+    pause_s = 0.02
+
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            time.sleep(0.02)
+            time.sleep(self.pause_s)
             yield batch
 
 
@@ -106,13 +108,15 @@ def test_rows_tell_what_the_loaders_have_done(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("alone")
 def test_the_time_before_a_validation_is_not_the_validations(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path)
-    pipe.register_dataset("train", SlowBatches(4))
+    slow = SlowBatches(4)
+    slow.pause_s = 0.3
+    pipe.register_dataset("train", slow)
     pipe.register_dataset("val", Batches(1))
     pipe.append_stage(Classify(), max_epochs=1)
     train, validation, epoch = rows_of(pipe.run(), 0)
     assert [row["kind"] for row in (train, validation, epoch)] == ["train", "validation", "epoch"]
-    assert train["seconds"]["data"] > 0.07
-    assert validation["seconds"]["data"] < 0.07
+    assert train["seconds"]["data"] > 1.1
+    assert validation["seconds"]["data"] < 1.1
     assert validation["seconds"]["validation"] > 0
 
 
