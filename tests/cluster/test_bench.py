@@ -308,7 +308,9 @@ def test_without_root_a_user_namespace_does() -> None:
 )
 def test_without_slurm_tests_are_skipped_unless_they_must_run(setting: dict[str, str], outcome: str) -> None:
     one = f"{__file__}::test_nodes_share_files_but_not_memory"
-    env = {**os.environ, "CI": "", "HEADWAY_REQUIRE_CLUSTER": "", "PATH": "/nowhere", **setting}
+    # not a worker of this suite, whose groups it would write anew
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env = {**ours, "CI": "", "HEADWAY_REQUIRE_CLUSTER": "", "PATH": "/nowhere", **setting}
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", one]
     result = run(command, env=env, timeout=300)
     assert outcome in result.stdout
