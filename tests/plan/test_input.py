@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -24,6 +25,7 @@ from headway.plan.report.estimates import estimate
 from headway.plan.report.saved_plan import read_saved_plan
 
 GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
+DEVICE = {"memory_GB": 80, "hbm_GBps": 2000, "bf16": 300}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,16 @@ GOOD = {"model": "gpt2", "node": "h200-sxm8", "layout": {"global_batch": 8}}
         ({"model": {"layers": 2, "hidden": 10**300, "heads": 1}}, "model.hidden is 1000"),
         ({"model": {"layers": 10**8, "hidden": 64, "heads": 1}}, "model.layers is 100000000.*10,000"),
         ({"search": {"gpus": 10**9 + 7, "global_batch": 8}}, "search.gpus is 1000000007"),
+        ({"node": {"device": "a100-sxm-80", "cls": 1}}, "'cls' is not a valid key of node"),
+        (
+            {"node": {"device": {**DEVICE, "peers": float("inf")}, "gpus": 8}, "layout": {"dp": 8, "global_batch": 8}},
+            "device.peers is inf; expected a number above 0 and at most 1e.18",
+        ),
+        ({"node": {"device": {**DEVICE, "memory_GB": 1e300}}}, "device.memory_GB is 1e.300; expected a number"),
+        ({"calibration": {"measured": 5}}, "calibration.measured is 5; expected a list of constants"),
+        ({"calibration": {"source": 5}}, "calibration.source is 5; expected text"),
+        ({"model": {"hf": "a\0b"}}, "cannot read .*embedded null.*; give the path of a config.json"),
+        ({"calibration": "\ud800"}, "cannot read .*; give the path of a calibration file"),
     ],
 )
 def test_mistakes_are_sentences(change: dict[str, object], sentence: str) -> None:
@@ -140,6 +152,7 @@ def test_missing_keys_are_named(key: str) -> None:
         ("1: 2", "expected a mapping of names"),
         ("a: " + "7" * 5000, "line 1, has a whole number of 5,000 digits"),
         ("a: -0x" + "f" * 5000, "line 1, has a whole number of 5,003 digits"),
+        ("a: " + "1:" * 200 + "1.5", "is not valid YAML: OverflowError"),
         ("", "expected a mapping"),
     ],
 )
@@ -244,6 +257,19 @@ def test_own_node_and_model() -> None:
     assert plan.node.gpus == 4 and plan.node.price_per_hour == 3
     assert plan.model.moe is not None and plan.model.moe.experts == 4
     assert estimate(plan.model, Layout(), plan.node).fits
+
+
+def test_names_may_be_numbers_and_dates(tmp_path: Path) -> None:
+    """YAML reads 4090 as a number and 2026-11-15 as a date."""
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "model: {preset: gpt2, name: 2026-11-15}\n"
+        "node: {device: {name: 4090, source: 2026-11-15, memory_GB: 24, hbm_GBps: 1008, bf16: 165}}\n"
+    )
+    argv = ["plan", str(file), "--json", "--save", str(tmp_path / "plan.json")]
+    assert main([*argv, "--html", str(tmp_path / "plan.html")]) == 0
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert (kept["model"]["name"], kept["hardware"]["device"]["name"]) == ("2026-11-15", "4090")
 
 
 def test_four_gpus_of_an_eight_gpu_node_can_be_planned() -> None:
