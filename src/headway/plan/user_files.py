@@ -34,6 +34,10 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = _MAX_BYTES) -> st
         raise UsageError(f"cannot read {file}: {error.strerror}; give the path of {what}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except UsageError:
+        raise
+    except ValueError as error:  # no path of any file: it has a null byte or half a character
+        raise UsageError(f"cannot read {file}: {error}; give the path of {what}") from error
 
 
 def read_json(path: str | Path, *, what: str, max_bytes: int = _MAX_BYTES) -> object:

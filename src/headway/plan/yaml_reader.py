@@ -55,7 +55,8 @@ def parse_yaml(text: str, where: str) -> Mapping[str, object]:
         data = yaml.load(text, Loader=_Loader)
     except UsageError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # ValueError: a date that does not exist; OverflowError: a number to base 60 (1:30.5) beyond a float
         raise UsageError(f"{where} is not valid YAML: {yaml_problem(error)}") from error
     return checks.require_mapping_in(where, data)
 

@@ -171,11 +171,14 @@ def build(cls: type[T], where: str, given: object) -> T:
 
 
 def _with_parts(keys: dict[str, object]) -> dict[str, Any]:
-    """Replaces the nested sections of a model by their dataclasses."""
+    """Replaces the nested sections of a model by their dataclasses. Its name is text, also if YAML reads a date."""
     parts: dict[str, type] = {
         "moe": Moe, "mla": Mla, "image": Image, "state_space": StateSpace, "encoder": Encoder
     }  # fmt: skip
-    return {
+    built = {
         key: build(parts[key], f"model.{key}", value) if key in parts and value is not None else value
         for key, value in keys.items()
     }
+    if "name" in built:
+        built["name"] = str(built["name"])
+    return built

@@ -68,6 +68,12 @@ class Calibration:
     """The constants that were measured on `device`; the others are the defaults of its family."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.measured, list | tuple):
+            raise UsageError(
+                f"calibration.measured is {checks.shown(self.measured)}; expected a list of constants"
+            )
+        if not isinstance(self.source, str):
+            raise UsageError(f"calibration.source is {checks.shown(self.source)}; expected text")
         object.__setattr__(self, "measured", tuple(self.measured))
         for name in self.measured:
             checks.require_choice("calibration.measured", name, _NUMBERS)
@@ -95,10 +101,6 @@ def load_calibration(path: str | Path) -> Calibration:
             "device": _device_of(content),
             "measured": [name for name in _MEASURED_FIRST if name in data],
         }
-    if not isinstance(data.get("measured", []), list):
-        raise UsageError(
-            f"{path}: calibration.measured is {data['measured']!r}; expected a list of constants"
-        )
     try:
         return Calibration(**data)  # type: ignore[arg-type]
     except UsageError as error:

@@ -59,8 +59,8 @@ class Device:
             value = getattr(self, field.name)
             if field.name in ("name", "source") or value is None:
                 continue
-            limit = 1.0 if field.name.endswith(("achievable", "limited")) else float("inf")
-            checks.require_number(f"device.{field.name}", value, at_most=limit)
+            share = {"at_most": 1.0} if field.name.endswith(("achievable", "limited")) else {}
+            checks.require_number(f"device.{field.name}", value, **share)
         if self.bf16 is None and self.fp16 is None:
             raise UsageError(f"device {self.name} has no peak rate; give bf16 or fp16 in TFLOP/s")
 
@@ -160,7 +160,7 @@ class Node:
         self._set(name, dict(table[name]), price_per_hour)
 
     @classmethod
-    def of(cls, *, name: str = "mine", price_per_hour: float | None = None, **keys: object) -> Node:
+    def of(cls, /, *, name: str = "mine", price_per_hour: float | None = None, **keys: object) -> Node:
         """Creates a node that is not in the catalog; `device` is a name or a mapping of device keys."""
         node = cls.__new__(cls)
         node._set(name, keys, price_per_hour)
@@ -229,7 +229,9 @@ def find_device(given: object) -> Device:
             raise UsageError(
                 f"node.device has no {needed}; a device needs memory_GB, hbm_GBps and bf16 or fp16"
             )
-    return Device(**{"name": "device", **keys})  # type: ignore[arg-type]
+    # YAML reads 4090 as a number and 2026-11-15 as a date
+    texts = {key: str(keys[key]) for key in ("name", "source") if key in keys}
+    return Device(**{"name": "device", **keys, **texts})  # type: ignore[arg-type]
 
 
 @cache
