@@ -454,3 +454,31 @@ def test_more_samples_than_the_devices_can_do_are_doubted(capsys: pytest.Capture
         assert (
             f"--sps {rate} is " in captured.err and "of what the devices can do" in captured.err
         ) == doubted
+
+
+@pytest.mark.parametrize(("flags", "gpus"), [([], 8), (["--dp", "16"], 16), (["--tp", "2", "--dp", "2"], 4)])
+def test_a_batch_overrides_a_file_without_a_search(
+    flags: list[str], gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a section `search`, the GPUs and samples of the layout are searched, and flags override them."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: gpt2\nnode: dgx-h100\nlayout: {dp: 8, global_batch: 8}\n")
+    assert verb.main(["search", str(file), *flags, "--global-batch", "32", "--json"]) == 0
+    ranked = [row["layout"] for row in json.loads(capsys.readouterr().out)["ranked"]]
+    assert {layout["global_batch"] for layout in ranked} == {32}
+    assert {layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"] for layout in ranked} == {gpus}
+
+
+def test_degrees_beside_a_file_without_a_search_are_compared_in_its_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: gpt2\nnode: dgx-h100\nlayout: {dp: 8, global_batch: 64}\n")
+    assert verb.main(["search", str(file), "--dp", "16"]) == 0
+    assert "dp16 mb1, which was given" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_of_a_search_may_follow_two_dashes(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: gpt2\nnode: dgx-h100\nsearch: {gpus: 16, global_batch: 64}\n")
+    assert verb.main(["search", "--gpus", "8", "--", str(file)]) == 0

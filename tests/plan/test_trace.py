@@ -350,6 +350,24 @@ def test_without_a_change_to_try_the_plan_is_still_reported(monkeypatch: pytest.
     assert not plan.fits and not plan.remedies
 
 
+def test_a_rate_needs_a_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--sps` of a module that was traced without one."""
+    small = TraceResult(parameters=1, allocated=1e9, reserved=1e9, kernel_counts={Kernel("mm", 1e12, 1): 1.0})
+    monkeypatch.setattr(request, "trace_modules", lambda every, **_: [small for _ in every])
+    plan = request.estimate_module(TraceSettings(factory="train:make"))
+    with pytest.raises(UsageError, match="has no samples per second.*batch size"):
+        plan.at_rate(12.5)
+
+
+def test_a_module_may_print_bytes_that_are_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf 'caf\\351\\n' >&2\nexit 7\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    (found,) = request.trace_modules([TraceSettings(factory="train:make")])
+    assert found.error is not None and "ended with exit code 7: caf" in found.error
+
+
 def test_files_of_one_name_are_different_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the name is that of a module which torch has imported."""
     monkeypatch.setattr("sys.path", [*sys.path])
