@@ -114,22 +114,23 @@ def _best_estimate(plan: PlanFile, best: Candidate | None) -> Estimate | None:
 
 def _given_flags(options: SearchOptions, argv: list[str]) -> dict[str, object]:
     """The values of the flags on the command line: a default must not replace a value of the file."""
-    words = {word.split("=")[0] for word in argv if word.startswith("--")}
+    # "--" alone ends the flags
+    words = {word.split("=")[0] for word in argv if word.startswith("--") and word != "--"}
     names = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in words}
     values = {**vars(options.layout), **vars(options.workload), **vars(options)}
     return {name: values[name] for name in names}
 
 
 def _with_batch(argv: list[str]) -> list[str]:
-    """Adds the global batch of a plan file's search, which a layout of the flags must divide."""
+    """Adds the global batch of a plan file's search or layout, which a layout of the flags must divide."""
     from headway.plan.input.plan_file import read_plan_file
 
     words = [word for before, word in pairwise(["", *argv]) if before not in _PATH_FLAGS and word[:1] != "-"]
     file = next((word for word in words if Path(word).suffix in _YAML), None)
     if file is None or any(word.startswith("--global-batch") for word in argv):
         return argv
-    wanted = read_plan_file(file).search
-    return argv if wanted is None else [*argv, f"--global-batch={wanted.global_batch}"]
+    plan = read_plan_file(file)
+    return [f"--global-batch={(plan.search or plan.layout).global_batch}", *argv]
 
 
 def _search_plan(options: SearchOptions, argv: list[str]) -> PlanFile:

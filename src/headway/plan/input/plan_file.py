@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,9 +68,11 @@ def override(plan: PlanFile, given: Mapping[str, object]) -> PlanFile:
     job: dict[str, Any] = {f.name: given[f.name] for f in fields(Workload) if f.name in given}
     batch = layout.pop("global_batch", None)
     search, node, calibration = plan.search, plan.node, plan.calibration
-    if search is not None or "gpus" in given:
+    if search is not None or "gpus" in given or batch is not None:
+        # without a section `search`, the GPUs of the layout are searched
+        own = prod(layout.get(key, getattr(plan.layout, key)) for key in ("dp", "tp", "pp", "cp"))
         search = SearchSettings(
-            gpus=given.get("gpus", search.gpus if search else 0),  # type: ignore[arg-type]
+            gpus=given.get("gpus", search.gpus if search else own),  # type: ignore[arg-type]
             global_batch=batch or (search or plan.layout).global_batch,
             keep=search.keep if search else 20,
         )

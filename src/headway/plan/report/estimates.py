@@ -92,7 +92,12 @@ class Estimate:
 
     def at_rate(self, samples_per_s: float) -> dict[str, float]:
         """Returns utilization and token rates of a run that reaches this many samples per second."""
-        ratio = checks.require_number("sps", samples_per_s) / self.answers["rate.samples"].value
+        planned = self.answers.get("rate.samples")
+        if planned is None:
+            raise UsageError(
+                "the plan has no samples per second to compare with; trace the module with a batch size: --batch-size 8"
+            )
+        ratio = checks.require_number("sps", samples_per_s) / planned.value
         keys = ("mfu.full", "mfu.causal", "hfu", "rate.tokens", "rate.tokens_per_gpu", "rate.tokens_per_day")
         return {key: ratio * self.answers[key].value for key in keys if key in self.answers}
 

@@ -380,6 +380,7 @@ def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
                 input=json.dumps(request),
                 capture_output=True,
                 text=True,
+                errors="replace",  # the user's code may write any bytes
                 timeout=timeout,
                 check=False,
             )

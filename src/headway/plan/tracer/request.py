@@ -155,6 +155,7 @@ def _trace_in_process(every: Sequence[TraceSettings], timeout: float) -> list[di
                 input=json.dumps([settings.to_dict() for settings in every]),
                 capture_output=True,
                 text=True,
+                errors="replace",  # the user's code may write any bytes
                 env=environment,
                 timeout=timeout,
                 check=False,
