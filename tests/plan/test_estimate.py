@@ -18,6 +18,7 @@ from headway.plan.cost.steptime import step_time
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import default_calibration
 from headway.plan.machine.hardware import find_device
+from headway.plan.model.transformer import Moe, StateSpace, Transformer
 from headway.plan.report.quantity import Quantity, format_value
 from headway.plan.report.saved_plan import read_saved_plan
 from headway.plan.searcher.layouts import layouts
@@ -304,3 +305,31 @@ def test_samples_per_second_of_a_run_become_its_utilization() -> None:
     assert reached["mfu.full"] == pytest.approx(0.337, abs=0.001)
     assert reached["rate.tokens_per_gpu"] == pytest.approx(5762)
     assert reached["rate.tokens_per_day"] == pytest.approx(5762 * 8 * 86400)
+
+
+def test_scaling_begins_where_replicas_share_their_experts() -> None:
+    """Experts over two of every three ranks: one replica of three ranks cannot hold them, two can."""
+    model = Transformer(layers=4, hidden=768, heads=12, vocab=1000, moe=Moe(experts=6, top_k=2, ffn=512))
+    layout = Layout(dp=2, tp=3, ep=2, expert_tp=1, global_batch=4, precision="amp")
+    assert [row["gpus"] for row in estimate(model, layout, H200).scaling][:2] == [6, 12]
+
+
+def test_scaling_ends_at_the_largest_plan() -> None:
+    gpus = 2**22
+    table = estimate(preset("gpt2"), Layout(dp=gpus, global_batch=gpus), H200).scaling
+    assert table[-1]["gpus"] == 2 * gpus
+
+
+def test_products_of_a_few_layers_are_a_fraction_not_none() -> None:
+    """One of eight layers has attention: a product in each eighth layer, as its FLOPs say."""
+    net = StateSpace(layers=7, projected=4096, inner=2048, channels=2048, state=16)
+    model = Transformer(layers=8, hidden=1024, heads=8, vocab=32000, context=2048, state_space=net)
+    rows = {row["name"]: row for row in estimate(model, Layout(), H200).products}
+    assert (rows["qkv"]["batch"], rows["state in"]["batch"], rows["head"]["batch"]) == (0.125, 0.875, 1)
+    qkv = rows["qkv"]
+    assert qkv["flops"] == pytest.approx(2 * qkv["m"] * qkv["k"] * qkv["n"] * qkv["batch"])
+
+
+def test_a_value_below_a_wide_interval_is_no_lower_bound() -> None:
+    tiny = Quantity(value=1e-4, low=0.0, high=0.67, unit="share", formula="goodput of a machine that always fails")
+    assert str(tiny) == "0.01 % (0.00 to 67.00)"

@@ -19,7 +19,7 @@ from headway.plan.cost.schedule import layers_in_flight
 from headway.plan.cost.states import bytes_per_parameter
 from headway.plan.model.layout import Layout
 from headway.plan.model.presets import preset
-from headway.plan.model.transformer import Transformer
+from headway.plan.model.transformer import Encoder, Transformer
 
 GIB = 2**30
 
@@ -231,3 +231,20 @@ def test_torch_keeps_inputs_that_it_gathered_along_the_sequence() -> None:
     assert more == pytest.approx(2 * 2 * 2048 * 1024 * (1 - 1 / 8))
     apart = [replace(layout, sequence_parallel=False) for layout in (megatron, torchs)]
     assert layer_bytes(model, apart[0]) == layer_bytes(model, apart[1])
+
+
+def test_an_encoder_is_computed_again_as_the_decoder_is() -> None:
+    """A full recomputation repeats one forward pass of all layers of both stacks: everything but the head."""
+    model = Transformer(
+        layers=4, hidden=256, heads=4, vocab=1000, context=128, position="none", encoder=Encoder(layers=6, tokens=192)
+    )
+    forward = model_flops_per_token(model, 128, "full") / 3
+    layout = Layout(sequence=128, recompute="full")
+    again = hardware_flops_per_token(model, 128, layout, "full") - 3 * forward
+    assert again == pytest.approx(forward - 2 * 256 * 1000)
+    some = replace(layout, recompute_layers=2)
+    alone = Transformer(layers=4, hidden=256, heads=4, vocab=1000, context=128, position="none")
+    for plan in (layout, some, replace(layout, recompute="sac")):
+        of_decoder = hardware_flops_per_token(alone, 128, plan, "full") - model_flops_per_token(alone, 128, "full")
+        of_both = hardware_flops_per_token(model, 128, plan, "full") - model_flops_per_token(model, 128, "full")
+        assert of_both > 1.5 * of_decoder

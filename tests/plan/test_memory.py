@@ -358,3 +358,12 @@ def test_ranks_that_split_an_expert_keep_each_others_tokens() -> None:
     assert more == pytest.approx(
         2 * (2 * 4096 * 4096) * (1 - 1 / 4)
     )  # two bytes of two copies of 4096 x 4096
+
+
+def test_ranks_of_one_sequence_reduce_their_gradients_in_a_copy_too() -> None:
+    """They hold the same weights as replicas do, and DDP reduces between all of them."""
+    model = preset("gpt2")
+    replicas = Layout(dp=2, global_batch=2, precision="amp")
+    pieces = Layout(cp=2, global_batch=1, precision="amp")
+    copies = [rank_memory(model, layout, 0).parts.get("buckets", 0.0) for layout in (replicas, pieces)]
+    assert copies[0] == copies[1] > 0
