@@ -30,15 +30,20 @@ def forward_flops(model: Transformer, sequence: int) -> tuple[float, float, floa
     dense = sum(gemm.flops for gemm in layer_gemms(model, layout)) * (model.layers - model.moe_layers)
     mixed = sum(gemm.flops for gemm in layer_gemms(model, layout, moe=True)) * model.moe_layers
     own = [gemm for gemm in attention_gemms(model, layout) if not gemm.name.startswith("cross")]
-    cross = sum(gemm.flops for gemm in attention_gemms(model, layout)) - sum(gemm.flops for gemm in own)
     scores = sum(gemm.flops for gemm in own) * model.layers
-    outside = head_gemm(model, layout).flops + cross * model.layers
+    outside = head_gemm(model, layout).flops + _cross_flops(model, sequence)
     if model.encoder_stack is not None:
         encoded = forward_flops(model.encoder_stack, model.encoded_tokens(sequence))
         outside += encoded[0] + encoded[1]  # an encoder masks nothing
     if model.image:
         outside += 2.0 * (model.image.tokens - 1) * model.image.channels * model.image.patch**2 * model.hidden
     return dense + (mixed if model.moe_layers else 0.0), scores, outside
+
+
+def _cross_flops(model: Transformer, sequence: int) -> float:
+    """FLOPs of one sample in the scores of a decoder over the tokens of its encoder."""
+    gemms = attention_gemms(model, Layout(sequence=sequence, flash=False))
+    return model.layers * sum(gemm.flops for gemm in gemms if gemm.name.startswith("cross"))
 
 
 def attention_share(model: Transformer, convention: Convention) -> float:
@@ -67,21 +72,31 @@ def hardware_flops_per_token(
     only one pass is repeated: otherwise the result could not be compared with published HFUs.
     """
     base = model_flops_per_token(model, sequence, convention)
-    layers, scores, _ = forward_flops(model, sequence)
     tokens = model.image.tokens if model.image else sequence
-    attention = scores * attention_share(model, convention)
     stages = stage_layers(model, layout.pp, layout.vpp)
     share = sum(stage.total * layout.recomputed_share(stage.total) for stage in stages) / model.layers
+    again = share * _recomputed_flops(model, sequence, layout, convention)
+    stack = model.encoder_stack
+    if stack is not None:
+        encoded = model.encoded_tokens(sequence)
+        again += layout.recomputed_share(stack.layers) * _recomputed_flops(stack, encoded, layout, convention)
+    return base + again / tokens
+
+
+def _recomputed_flops(model: Transformer, sequence: int, layout: Layout, convention: Convention) -> float:
+    """FLOPs of one sample that the backward pass repeats if all layers recompute."""
+    layers, scores, _ = forward_flops(model, sequence)
+    attention = scores * attention_share(model, convention) + _cross_flops(model, sequence)
     if layout.recompute == "full":
-        return base + share * (layers + attention) / tokens
+        return layers + attention
     if layout.recompute == "selective" and not layout.flash:
-        return base + share * 3 * attention / tokens
+        return 3 * attention
     if layout.recompute == "modules":
         ups = sum(gemm.flops for gemm in layer_gemms(model, Layout(sequence=sequence)) if gemm.name in MLA_UP)
-        return base + share * model.layers * ups / tokens
+        return model.layers * ups
     if layout.recompute == "sac":
-        return base + share * layers * SAC_RECOMPUTED / tokens
-    return base
+        return layers * SAC_RECOMPUTED
+    return 0.0
 
 
 def utilization(flops_per_token: float, tokens_per_s_per_gpu: float, peak_flops: float) -> float:

@@ -272,7 +272,7 @@ def _sharded_layer(layout: Layout, parameters: RankParameters) -> float:
 
 def _buckets(layout: Layout, parameters: RankParameters) -> float:
     """DDP reduces in a second copy of the gradients; sharded optimizers use two buckets."""
-    if layout.dp == 1 or layout.zero == 3:
+    if layout.dp * layout.cp == 1 or layout.zero == 3:
         return 0.0
     copy = layout.element_bytes.gradient * (parameters.shared + parameters.experts)
     if layout.zero == 0 and not layout.megatron:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,8 @@ def product_table(
                 "m": round(gemm.m),
                 "k": round(gemm.k),
                 "n": round(gemm.n),
-                "batch": round(gemm.batch),
+                # a fraction, if only some layers have the product
+                "batch": round(gemm.batch, 3),
                 "flops": gemm.flops,
                 "flops_per_byte": gemm.flops / traffic,
                 "bound": "arithmetic"
@@ -263,12 +265,16 @@ def scaling_table(
     Efficiency is relative to the fewest replicas that fit; if none fit, to the layout's own number.
     """
     rows: list[dict[str, float]] = []
-    experts = layout.ep * layout.expert_ways // (layout.cp * layout.tp)  # replicas that share their experts
-    replicas, first = max(1, experts), None
+    experts = layout.ep * layout.expert_ways
+    # the fewest replicas whose ranks are whole groups of experts
+    replicas, first = experts // gcd(experts, layout.cp * layout.tp), None
     while replicas <= max(64, 4 * layout.dp):
-        weak = replace(
-            layout, dp=replicas, shard=None, global_batch=layout.global_batch // layout.dp * replicas
-        )
+        try:
+            weak = replace(
+                layout, dp=replicas, shard=None, global_batch=layout.global_batch // layout.dp * replicas
+            )
+        except UsageError:  # more GPUs or samples than a plan may have
+            break
         seconds = step_time(model, weak, node, constants).total
         fits = memory.needed_bytes(model, weak, node.device) <= node.device.memory_bytes
         if first is None and (fits or replicas >= layout.dp):

@@ -50,7 +50,7 @@ class Quantity:
         shown = format_value(self.value, self.unit)
         if self.low == self.high:
             return shown
-        if self.high >= UNBOUNDED * self.value:
+        if self.low == self.value and self.high >= UNBOUNDED * self.value:
             return f"at least {shown}"
         low, high = (
             format_value(bound, self.unit, like=self.value).split(" ")[0] for bound in (self.low, self.high)

@@ -61,7 +61,7 @@ def _products(plan: Estimate) -> RenderableType | None:
         left = column in ("product", "bound by")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in plan.products:
-        several = "" if row["batch"] == 1 else f"{row['batch']} of "
+        several = "" if row["batch"] == 1 else f"{row['batch']:.12g} of "
         table.add_row(
             row["name"], f"{several}{row['m']}x{row['k']}x{row['n']}", format_value(row["flops"], "FLOP"),
             f"{row['flops_per_byte']:.0f}", row["bound"], format_value(row["seconds"], "s"),
