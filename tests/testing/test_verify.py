@@ -257,3 +257,22 @@ def test_two_runs_are_compared_step_by_step(tmp_path: Path, capsys: pytest.Captu
     rows[0] |= {"random": "another"}
     other.ledger_file.write_text("".join(json.dumps(each) + "\n" for each in rows))
     assert "only random numbers differ, from the first step on: seed Python, numpy and torch" in compared()[1]
+
+
+def test_what_a_ledger_says_cannot_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other run may be another user's, or one of a newer version with more in its rows."""
+    one, other = (Run.create(tmp_path, name=name) for name in ("one", "other"))
+    known = asdict(row(1)) | {"kind": "step"}
+    one.ledger_file.write_text(json.dumps(known) + "\n")
+    other.ledger_file.write_text(json.dumps(known | {"random": "\x1b]0;owned\x07"}) + "\n")
+    compared = ["compare", str(one.path), str(other.path), "--exact"]
+    assert main(compared) == 1
+    told = capsys.readouterr().out
+    assert "random from step 1 on\n    step 1" in told and "\x1b" not in told and "\\x1b]0;owned" in told
+    for strange in ({}, known | {"newer": 1}, known | {"batches": 7}, {"kind": "order"}):
+        other.ledger_file.write_text(json.dumps(strange) + "\n")
+        assert main(compared) == 2
+        told = capsys.readouterr().err
+        assert str(other.ledger_file) in told and told.count("\n") == 1

@@ -18,6 +18,7 @@ from headway.cli import main
 from headway.errors import StorageError, UsageError
 from headway.record.sinks import Csv, feeding, replay
 from headway.run import Run
+from headway.run.info import write_info
 from headway.run.job_record import record_end
 from headway.watch import housekeeping
 
@@ -121,6 +122,20 @@ def test_what_runs_is_refused(run: Run, tmp_path: Path) -> None:
             with pytest.raises(UsageError, match="is running: wait until it has ended"):
                 work(run)
     assert run.path.exists() and not (tmp_path / "runs" / "archive").exists()
+
+
+def test_runs_of_others_do_not_hold_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a shared root: neither what they record as code, nor that they claim to use this copy of it."""
+    run.snapshot_dir.mkdir()
+    for code in ("x", ["x"], {"snapshot": "x"}, {"snapshot": {"tree": "\0"}}, {"snapshot": {"tree": 7}}):
+        other = Run.create(run.path.parent)
+        write_info(other.path, other.info() | {"code": code})
+    if os.geteuid() == 0:  # only root can give files away
+        theirs = Run.create(run.path.parent)
+        write_info(theirs.path, theirs.info() | {"code": {"snapshot": {"tree": str(run.snapshot_dir)}}})
+        os.chown(theirs.path, 65534, 65534)
+    assert main(["runs", "rm", str(run.path), "--dry-run"]) == 0, capsys.readouterr().err
+    assert str(run.path) in capsys.readouterr().out
 
 
 def lines_of(path: Path) -> list[tuple[int, str]]:

@@ -390,6 +390,39 @@ def test_no_file_of_one_run_ends_a_list_or_a_view(tmp_path: Path, state: str) ->
             assert to_json(rows) and victim.id in [row["id"] for row in rows], (name, content)
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"created": "2026-11-15T10:00:00"},
+        {"created": "2026-11-15"},
+        {"code": ["x"]},
+        {"code": "x"},
+        {"code": {"commit": 7}},
+    ],
+)
+def test_no_time_and_no_code_of_one_run_ends_a_list_or_a_comparison(
+    run: Run, facts: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another user, in a shared root: a time without a zone, and code that is no record of code."""
+    theirs = Run.create(run.path.parent, name="theirs")
+    write_info(theirs.path, theirs.info() | facts)
+    for verb in (["runs"], ["compare", run.id, theirs.id]):
+        assert main([*verb, "--root", str(run.path.parent)]) == 0
+        shown = capsys.readouterr().out
+        assert run.id in shown and theirs.id in shown
+    rows = RunList(RunLibrary(runs=[run, theirs])).rows()
+    assert {row["id"] for row in rows} == {run.id, theirs.id} and to_json(rows)
+
+
+def test_a_damaged_run_is_not_left_out_of_a_comparison(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Run.create(run.path.parent, name="broken")
+    write_info(broken.path, broken.info() | {"created": "yesterday"})
+    for places in ([run.id, broken.id], [broken.id]):
+        assert main(["compare", *places, "--root", str(run.path.parent)]) == 2
+        said = capsys.readouterr().err
+        assert str(broken.path) in said and "its files are damaged" in said and said.count("\n") == 1
+
+
 def test_a_config_file_of_any_size_is_read_quickly(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr("yaml.safe_load", lambda text: given.append(len(text)))

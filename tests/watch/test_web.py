@@ -470,6 +470,18 @@ def test_mistakes_are_one_sentence(
 # --- attacks
 
 
+def test_the_id_of_a_run_cannot_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.cli.web.serve", lambda address, _: address.listener.close())
+    run = make_run(tmp_path)
+    info = run.info()
+    run.info_file.write_text(json.dumps(info | {"id": f"{info['name']}-\x1b]0;owned\x07\x1b[2J"}))
+    assert main(["web", str(run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "owned" in shown and not any(c in shown for c in "\x1b\x07")
+
+
 @pytest.mark.parametrize(
     "path",
     ["/static/../app.py", "/static/..%2fapp.py", "/static/%2e%2e/%2e%2e/cli/web.py", "/static//etc/passwd", "/static/",
