@@ -76,7 +76,8 @@ def _compare_steps(one: Run, other: Run, *, as_json: bool) -> int:
     if as_json:
         print_json({"same": same, "compared" if same else "differs": words})
     else:
-        print(f"the same to the last bit: {words}" if same else f"they differ: {words}")
+        told = f"the same to the last bit: {words}" if same else f"they differ: {words}"
+        print("\n".join(map(safe, told.splitlines())))
     return DONE if same else 1
 
 

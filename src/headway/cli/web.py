@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from headway.cli.parser import Parser, natural
+from headway.cli.screen import safe
 from headway.cli.watch import list_watched
 from headway.errors import DONE, UsageError
 from headway.run import has_info
@@ -42,9 +43,8 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps({"url": url, "port": address.port, "ssh": tunnel}), flush=True)
     else:
-        print(
-            f"{what}:\n\n  {url}\n\non another machine, run this first, and open the same address:\n\n  {tunnel}\n"
-        )
+        print(f"{safe(what)}:\n\n  {url}\n")  # another user may have written the id
+        print(f"on another machine, run this first, and open the same address:\n\n  {tunnel}\n")
         print("Ctrl-C ends this, and does not affect training", flush=True)
     try:
         serve(address, library)

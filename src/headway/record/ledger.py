@@ -11,12 +11,13 @@ replace those of earlier attempts. Needs no torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from headway.errors import UsageError
 from headway.run import Run
+from headway.run.info import DAMAGED
 from headway.system import environment, jsonlines
 
 
@@ -80,8 +81,18 @@ def load(run: Run) -> LedgerContents:
         raise UsageError(
             f"{run.path} has no ledger: start the run with {environment.LEDGER}=1, or call pipe.enable_ledger()"
         )
+    try:
+        return _parse(jsonlines.read(run.ledger_file))
+    except DAMAGED as error:
+        raise UsageError(
+            f"{run.ledger_file} cannot be read: it is damaged, or of another version of headway "
+            f"({type(error).__name__}: {error!s:.200})"
+        ) from error
+
+
+def _parse(lines: Iterable[dict[str, Any]]) -> LedgerContents:
     rows, orders = [], {}
-    for line in jsonlines.read(run.ledger_file):
+    for line in lines:
         kind = line.pop("kind")
         if kind == "order":
             orders[line["id"]] = line["order"]

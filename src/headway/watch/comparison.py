@@ -12,7 +12,7 @@ from typing import Any, Literal, final
 
 import yaml
 
-from headway.errors import unknown_name
+from headway.errors import UsageError, unknown_name
 from headway.launcher.sweep import SweepMember
 from headway.record.sinks.rows import RestartDetector
 from headway.run import Run
@@ -78,7 +78,10 @@ def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComp
     >>> [run.metrics["val/loss"].best for run in compare(runs, metrics=["val/loss"])]
     [0.31, 0.29]
     """
-    found = summarize(runs)
+    problems: list[str] = []
+    found = summarize(runs, warn=problems.append)
+    if len(found) < len(runs):
+        raise UsageError(problems[-1])
     settings = [settings_of(summary.run, summary.sweep) for summary in found]
     differing = [name for name in _union(settings) if len({_text(each.get(name)) for each in settings}) > 1]
     histories = [_history(summary.run) for summary in found]
@@ -119,7 +122,8 @@ def code_diff(one: Run, other: Run) -> list[str]:
 
 def _code(run: Run) -> tuple[str, str]:
     """Returns the commit of a run's code, with a star if it had uncommitted changes, and these changes."""
-    code = run.info().get("code") or {}
+    code = run.info().get("code")
+    code = code if isinstance(code, dict) else {}  # another user's may hold anything
     diff = read_text(run.path, run.diff_file, _DIFF_BYTES) or ""
     return f"{str(code.get('commit') or 'no commit')[:10]}{'*' if code.get('dirty') else ''}", diff
 

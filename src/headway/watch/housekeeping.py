@@ -16,7 +16,7 @@ from headway import schedulers
 from headway.errors import StorageError, UsageError
 from headway.launcher.enqueue import remove_dead_links
 from headway.run import Run, runs_under
-from headway.run.info import read_json
+from headway.run.info import DAMAGED, read_json
 from headway.run.job_record import is_over_for_good
 from headway.schedulers.base import JobIds
 from headway.system import files, ownership
@@ -76,8 +76,14 @@ def check_code(run: Run, *, leaving: Sequence[Run] = ()) -> None:
 
 
 def _uses_code(run: Run, holder: Run) -> bool:
-    tree = ((run.info().get("code") or {}).get("snapshot") or {}).get("tree")
-    return isinstance(tree, str) and Path(tree).resolve() == holder.snapshot_dir.resolve()
+    """Returns whether a run of the same user uses the copy of the code in `holder`; others may claim to."""
+    try:
+        if run.path.lstat().st_uid != holder.path.lstat().st_uid:
+            return False
+        tree = run.info()["code"]["snapshot"]["tree"]
+        return Path(tree).resolve() == holder.snapshot_dir.resolve()
+    except (OSError, *DAMAGED):  # it has no copy, was removed meanwhile, or its record may hold anything
+        return False
 
 
 def remove(run: Run) -> None:

@@ -197,7 +197,7 @@ def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary
     return RunSummary(
         run=run,
         status=now,
-        created=datetime.fromisoformat(info["created"]),
+        created=datetime.fromisoformat(info["created"]).astimezone(UTC),  # another user's may have no zone
         started=_started(attempts, starts),
         seconds=sum(
             end - begin for begin, end in attempt_spans(run, attempts, is_running=now.state == "running")
