@@ -29,6 +29,7 @@ from headway.record import alerts, webhook
 from headway.record.alerts import Alert, AlertChannels, AlertSender, alert_events
 from headway.record.diagnostics import collect
 from headway.run import Run
+from headway.run.job_record import record_end
 from headway.system.redact import environment as recorded, redact
 from headway.watch import alerting
 from headway.watch.alerting import AlertWatch
@@ -212,6 +213,17 @@ def test_a_command_gets_the_alert_on_its_input_and_no_shell_reads_it(
         assert problem in AlertChannels.from_environment().send(hostile)[0]
 
 
+def test_a_command_gets_an_error_that_is_not_utf_8(tmp_path: Path) -> None:
+    """Names of files in an error may be any bytes; the end of a job passes its error on as it is."""
+    alert = Alert.of(make_run(tmp_path), "failed", attempts=1, why="cannot read caf\udce9.png\0, nor \ud800")
+    got = tmp_path / "got"
+    command = (sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(got), "{subject}")
+    assert AlertChannels(command=command).send(alert) == []
+    assert "caf\\udce9.png" in got.read_text() and "\0" not in got.read_text()
+    assert AlertChannels(command=("tee", str(got))).send(alert) == []
+    assert "caf\\udce9.png" in got.read_text()
+
+
 def test_a_command_gets_the_end_of_its_input_though_a_process_was_forked_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +300,23 @@ def test_a_run_that_is_started_again_is_watched_again(tmp_path: Path, hook: Hook
     watch.look()
     watch.look()
     assert one.wait(20) and [post["key"] for post in hook.posts] == ["finished-2"]
+
+
+def test_a_job_without_attempts_that_is_started_again_is_watched_again(tmp_path: Path, hook: Hook) -> None:
+    """A plain script, or a job that ends before its ranks start."""
+    run = Run.create(tmp_path / "runs", name="x", command=["train"])
+    record_end(run, 1)
+    before = json.loads(run.ended_file.read_text()) | {"time": "2026-11-15T14:30:00.000+00:00"}
+    run.ended_file.write_text(json.dumps(before))
+    one = sender()
+    watch = AlertWatch(lambda: [run], one)
+    watch.look()
+    watch.look()
+    assert hook.posts == [], "it was over before"
+    record_end(run, 0)
+    watch.look()
+    watch.look()
+    assert one.wait(20) and [post["event"] for post in hook.posts] == ["finished"]
 
 
 def test_what_begins_and_ends_between_two_looks_is_news(tmp_path: Path, hook: Hook) -> None:
