@@ -217,12 +217,12 @@ def _record(alert: Alert, **facts: object) -> bytes:
 
 def _call(command: tuple[str, ...], alert: Alert) -> str | None:
     """Runs a command without a shell, with the alert on its standard input; returns why that failed."""
-    words = [word.replace("{subject}", alert.sentence) for word in command]
+    words = [word.replace("{subject}", _any_text(alert.sentence)) for word in command]
     text = f"{alert.sentence}\n\nrun directory: {alert.path}\nmore: headway watch {alert.path}\n"
     try:
         # a file for the message: data workers that another thread forks now would keep a pipe open
         with tempfile.TemporaryFile() as message, block_forks():
-            message.write(text.encode())
+            message.write(_any_text(text).encode())
             message.seek(0)
             process = subprocess.Popen(
                 words,
@@ -241,3 +241,8 @@ def _call(command: tuple[str, ...], alert: Alert) -> str | None:
         process.wait()
         return f"it did not end within {_COMMAND_S:.0f} s"
     return f"it ended with {process.returncode}" if process.returncode else None
+
+
+def _any_text(text: str) -> str:
+    """Escapes what neither UTF-8 nor an argument can hold: an error may name files that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", r"\x00")

@@ -43,7 +43,7 @@ class AlertWatch:
     ) -> None:
         self._find, self._sender, self._look_s = find, sender, look_s
         self._views: dict[str, RunView] = {}
-        self._over: dict[str, int] = {}  # number of attempts of each run that is over
+        self._over: dict[str, object] = {}  # the end of each run that is over
         self._lost: dict[str, int] = {}  # consecutive checks in which a run looked lost
         self._has_looked = False
         self._unread: set[str] = set()  # runs that the first check could not read
@@ -92,7 +92,7 @@ class AlertWatch:
     def _look_at(self, run: Run) -> None:
         if run.id in self._over:
             attempts = (read_json(run.info_file) or {}).get("attempts") or ()
-            if len(attempts) == self._over[run.id]:
+            if _end_of(run, len(attempts)) == self._over[run.id]:
                 return
             del self._over[run.id]  # it was started again
         was_before = not self._has_looked or run.id in self._unread
@@ -103,7 +103,7 @@ class AlertWatch:
         if not was_before and 0 < self._lost[run.id] < LOST_CHECKS:
             return
         if is_over:
-            self._over[run.id] = snapshot.header.attempts
+            self._over[run.id] = _end_of(run, snapshot.header.attempts)
             del self._views[run.id]
         if (alert := find_alert(run, snapshot)) and not (was_before and is_over):
             self._sender.send(run, alert)
@@ -111,6 +111,11 @@ class AlertWatch:
     def _run(self) -> None:
         while not self._leaving.wait(self._look_s):
             self.look()
+
+
+def _end_of(run: Run, attempts: int) -> object:
+    """Returns what differs between two ends of a run: the number of attempts, or, if it has none, the time."""
+    return attempts or (read_json(run.ended_file) or {}).get("time")
 
 
 def find_alert(run: Run, snapshot: Snapshot) -> Alert | None:
