@@ -124,6 +124,19 @@ def test_what_runs_is_refused(run: Run, tmp_path: Path) -> None:
     assert run.path.exists() and not (tmp_path / "runs" / "archive").exists()
 
 
+def test_a_run_stays_locked_from_its_archive_to_its_removal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a start in between has written would be removed, and is not in the archive."""
+    taken, lock = [], Run.lock
+
+    def counted(self: Run) -> object:
+        taken.append(self.id)
+        return lock(self)
+
+    monkeypatch.setattr(Run, "lock", counted)
+    assert housekeeping.archive(run).exists() and not run.path.exists()
+    assert taken == [run.id]
+
+
 def test_runs_of_others_do_not_hold_a_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """In a shared root: neither what they record as code, nor that they claim to use this copy of it."""
     run.snapshot_dir.mkdir()

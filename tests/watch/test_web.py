@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -677,5 +678,25 @@ def test_connections_without_a_request_lock_nobody_out_and_are_closed(
     for each in idle:
         assert each.recv(1) == b"", "it is closed"
         each.close()
+    server.should_exit = True
+    thread.join(60)
+
+
+def test_a_connection_that_is_refused_is_closed(tmp_path: Path) -> None:
+    """Else half of another request on it would keep it open for ever, and a thousand of them lock the user out."""
+    address = web_server.listen()
+    server = uvicorn.Server(web_server.make_config(address, RunLibrary(runs=[make_run(tmp_path)])))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [address.listener]}, daemon=True)
+    thread.start()
+    for request in ("GET /?token=wrong HTTP/1.1\r\n", "POST / HTTP/1.1\r\nContent-Length: 9\r\n"):
+        with socket.create_connection(("127.0.0.1", address.port), timeout=60) as other:
+            other.sendall(f"{request}Host: 127.0.0.1\r\n\r\n".encode())
+            assert other.recv(9) == b"HTTP/1.1 "
+            other.settimeout(10)
+            with contextlib.suppress(OSError):  # it is closed already
+                other.sendall(b"G")
+            with contextlib.suppress(ConnectionResetError):
+                while other.recv(1 << 16):
+                    pass
     server.should_exit = True
     thread.join(60)
