@@ -91,12 +91,9 @@ def remove(run: Run) -> None:
 
     >>> remove(Run.open("runs/digits-2026.11.15-14.30-x7k2"))
     """
-    with _idle(run, "remove"), files.storage(f"remove {run.path}"):
-        hidden = run.path.with_name(f".headway-{run.id}.tmp")
-        run.path.rename(hidden)
-    with files.storage(f"remove {hidden}"):
-        shutil.rmtree(hidden)
-    remove_dead_links(run.path.parent)
+    with _idle(run, "remove"):
+        hidden = _hide(run)
+    _delete(hidden)
 
 
 def archive(run: Run, directory: Path | None = None) -> Path:
@@ -113,8 +110,23 @@ def archive(run: Run, directory: Path | None = None) -> Path:
         if directory is None:  # a directory that the user chose is trusted
             _check_own(target.parent)
         _pack(run, target)
-    remove(run)
+        hidden = _hide(run)  # under the same lock: what a start in between writes would not be in the archive
+    _delete(hidden)
     return target
+
+
+def _hide(run: Run) -> Path:
+    """Renames a run whose lock is held, so that nobody finds it any more; returns its new path."""
+    hidden = run.path.with_name(f".headway-{run.id}.tmp")
+    with files.storage(f"remove {run.path}"):
+        run.path.rename(hidden)
+    return hidden
+
+
+def _delete(hidden: Path) -> None:
+    with files.storage(f"remove {hidden}"):
+        shutil.rmtree(hidden)
+    remove_dead_links(hidden.parent)
 
 
 def _pack(run: Run, target: Path) -> None:

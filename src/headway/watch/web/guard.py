@@ -115,5 +115,6 @@ def _values(headers: list[tuple[bytes, bytes]], wanted: bytes) -> list[bytes]:
 async def _answer(send: Send, status: int, text: str, headers: list[tuple[bytes, bytes]]) -> None:
     body = f"{text}\n".encode()
     facts = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+    facts.append((b"connection", b"close"))  # half of another request would keep it open for ever
     await send({"type": "http.response.start", "status": status, "headers": [*facts, *headers, *_HEADERS]})
     await send({"type": "http.response.body", "body": body})
