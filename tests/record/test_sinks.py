@@ -285,6 +285,61 @@ def test_tensorboard_shows_what_was_repeated_also_after_rows_that_an_earlier_att
     assert events(run) == [(20, 3.0), (30, 2.0)] and events(run, "fid") == [(30, 9.0)]
 
 
+def test_tensorboard_keeps_the_step_at_which_an_attempt_resumes_with_its_validation(run: Run) -> None:
+    """A stop does not wait for a validation: the next attempt begins with it, and repeats no step that was saved."""
+    point = {"kind": "train", "time": 1e9, "stage": "fit", "epoch": 0, "samples_per_second": 64.0}
+    sink = TensorBoard()
+    sink.open(run)
+    sink.write([{**point, "step": step, "metrics": {"train/loss": float(step)}} for step in (10, 20, 30)])
+    sink.close("stopped", 75)
+    run.begin_attempt(world={})
+    run.note_attempt(2, step_started=20)
+    log_media(run, 20)
+    again = TensorBoard()
+    again.open(run)
+    again.write_media(read_media(run))  # of the validation, before its row
+    again.write([point | {"kind": "validation", "step": 20, "metrics": {"val/loss": 3.0}}])
+    again.write([{**point, "step": 30, "metrics": {"train/loss": 2.0}}])
+    again.close("done", 0)
+    assert events(run) == [(10, 10.0), (20, 20.0), (30, 2.0)] and events(run, "val/loss") == [(20, 3.0)]
+    assert [event.step for event in event_values(run)["image"]] == [20]
+
+
+@pytest.mark.parametrize("kind", ["epoch", "checkpoint"])
+def test_the_last_rows_of_a_resumed_run_hide_nothing_in_tensorboard(run: Run, kind: str) -> None:
+    """They come by `headway runs sync`: the row of an epoch has the step of its last log point, a save an earlier."""
+    run.begin_attempt(world={})
+    write(run, 1, 2, 3)
+    with feeding(run, [TensorBoard()], finish_s=120):
+        pass
+    write(run, 3 if kind == "epoch" else 2, kind=kind, metrics={})
+    assert replay(run) == {"tensorboard": True}
+    assert [step for step, _ in events(run)] == [1, 2, 3]
+
+
+def test_settings_that_mlflow_did_not_get_come_with_the_next_start(
+    run: Run, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server went away while the run was made there, between two of its settings."""
+    from mlflow import MlflowClient
+
+    log_param, given = MlflowClient.log_param, list[str]()
+
+    def once(client: Any, run_id: str, name: str, value: str) -> Any:
+        if given:
+            raise ConnectionError
+        given.append(name)
+        return log_param(client, run_id, name, value)
+
+    monkeypatch.setattr(MlflowClient, "log_param", once)
+    with pytest.raises(ConnectionError):
+        Mlflow(tracking_uri=store).open(run)
+    monkeypatch.undo()
+    Mlflow(tracking_uri=store).open(run)
+    found = mlflow_run(store, run)[1]
+    assert found.data.params == {"lr": "0.1", "model.depth": "2", "api_key": "[redacted]"}
+
+
 def test_names_that_mlflow_would_refuse_are_changed() -> None:
     """One of them would end the feeding of all."""
     from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
