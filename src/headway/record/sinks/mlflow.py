@@ -72,15 +72,16 @@ class Mlflow(Sink):
         self._directory = run
         known = self._client.search_runs([experiment_id], filter_string=f"tags.`headway.run` = '{run.id}'")
         if known:
-            self._id = known[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        notes = {} if self.notes is None else {"mlflow.note.content": self.notes}
-        tags = {**self.tags, **notes, "headway.run": run.id}
-        made = self._client.create_run(experiment_id, tags=tags, run_name=self.run_name or run.id)
+            made = known[0]
+            self._client.update_run(made.info.run_id, status="RUNNING")
+        else:
+            notes = {} if self.notes is None else {"mlflow.note.content": self.notes}
+            tags = {**self.tags, **notes, "headway.run": run.id}
+            made = self._client.create_run(experiment_id, tags=tags, run_name=self.run_name or run.id)
         self._id = made.info.run_id
         for setting, value in leaves(run_config(run)):
-            self._client.log_param(self._id, _valid_name(setting), str(value)[:500])
+            if (name := _valid_name(setting)) not in made.data.params:  # a server may go away between two of them
+                self._client.log_param(self._id, name, str(value)[:500])
 
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:

@@ -53,7 +53,7 @@ class TensorBoard(Sink):
             self._write_row(row)
 
     def _begin_session(self, step: int) -> None:
-        """Hides what was written beyond this step, if an attempt begins here. Rows of earlier attempts, which these
+        """Hides what was written from this step on, if an attempt begins here. Rows of earlier attempts, which these
         could not deliver, may come first."""
         if self._restarted:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -63,7 +63,9 @@ class TensorBoard(Sink):
     def _write_row(self, row: MetricRow) -> None:
         if row["kind"] == "train":
             self._restarted |= self._restarts.observe(row)
-        self._begin_session(row["step"])
+            self._begin_session(row["step"])
+        elif row["kind"] != "checkpoint":  # which may come late
+            self._begin_session(row["step"] + 1)  # it follows the log point of its step, and does not repeat it
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in scalars(row).items()
@@ -73,7 +75,9 @@ class TensorBoard(Sink):
 
     def write_media(self, items: Sequence[MediaItem]) -> None:
         for item in items:
-            self._begin_session(item.step)
+            if self._restarted:  # an attempt may begin with a validation of the step at which it resumes
+                attempt = self._directory.info()["attempts"][-1]
+                self._begin_session(max(item.step, attempt.get("step_started", -1) + 1))
             value = media_value(item, item.path(self._directory))
             if value is not None:
                 summary = self._summaries.Summary(value=[value])
