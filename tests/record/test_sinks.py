@@ -513,6 +513,13 @@ def test_a_sink_that_fails_is_reported_and_no_more(run: Run, messages: list[str]
     assert [message.split(": ")[0] for message in messages] == ["MLflow failed"]
 
 
+def test_a_sink_that_fails_without_its_log_is_reported_and_no_more(run: Run, messages: list[str]) -> None:
+    """Somebody has removed the file, or its server is gone: the run is done all the same."""
+    with feeding(run, [Mlflow(tracking_uri="nonsense://")], finish_s=60):
+        run.sink_log("mlflow").unlink()
+    assert [message.split(":")[0] for message in messages] == ["MLflow failed"]
+
+
 def test_a_missing_package_is_reported_when_the_sink_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
