@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import final
 
 from headway.errors import UsageError
@@ -25,6 +26,7 @@ from headway.system.redact import redact, redact_tree
 _FINISH_S = 30.0
 _KILLED_S = 2.0
 """how long to wait for a process after it was killed"""
+_LAST_BYTES = 1 << 14
 
 
 def check_sink(sink: Sink, others: Sequence[Sink] = ()) -> None:
@@ -120,8 +122,7 @@ class Feeder:
                 with suppress(BrokenPipeError):
                     self._process.stdin.close()
         if code:
-            last = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-            self._warn(f"failed: {redact(''.join(last))[:300]}")
+            self._warn(f"failed: {redact(_last_line(self._log))[:300]}")
         return code == 0
 
     def _send(self, message: dict[str, object]) -> None:
@@ -134,3 +135,11 @@ class Feeder:
         logger.warning(
             "%s %s; all metrics are in the run directory, details in %s", self._sink.title, what, self._log
         )
+
+
+def _last_line(log: Path) -> str:
+    """Returns the last line of a sink's output, which may be of any length; empty if it cannot be read."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+        return "".join(file.read().decode(errors="replace").strip().splitlines()[-1:])
+    return ""
