@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -11,7 +13,8 @@ import pytest
 
 from headway.dist import join, rendezvous
 from headway.dist.environment import LaunchEnvironment, detect
-from headway.dist.rendezvous import listen, listen_on, own_address
+from headway.dist.group import RankGroup
+from headway.dist.rendezvous import FileRendezvous, listen, listen_on, own_address
 from headway.system.log import logger
 
 
@@ -155,3 +158,29 @@ def test_the_store_at_the_users_master_address(address: str, monkeypatch: pytest
         if each.laddr.port == port and not each.raddr
     }
     assert listening == {names.get(address, ["127.0.0.1" if address == "localhost" else address])[0]}
+
+
+def test_rank_0_reaches_its_own_store_where_the_port_is_open_at_one_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a cluster whose nodes have one address each: nothing of rank 0 is open at the loopback."""
+    monkeypatch.setattr(rendezvous, "_own_addresses", lambda _: ["127.0.0.2"])
+    resolve(monkeypatch, **{"node-a": ["127.0.0.2"]})
+    listeners: list[socket.socket] = []
+
+    def hub(listener: socket.socket, *_: object, **__: object) -> Any:
+        listeners.append(listener)
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(join, "Hub", hub)
+    launch = LaunchEnvironment(
+        launcher="srun", rank=0, world_size=2, local_rank=0, local_world_size=1, node="a", master="node-a"
+    )
+    group = RankGroup(launch)
+    try:
+        join._open_hub(group, FileRendezvous(tmp_path / "meeting"), 5)
+        group.store.set("x", "1")
+        assert group.store.get("x") == b"1"
+    finally:
+        for listener in listeners:
+            listener.close()
