@@ -13,6 +13,7 @@ import secrets
 import socket
 from datetime import timedelta
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -225,10 +226,12 @@ def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
     welcome = {}
     if isinstance(rendezvous, FileRendezvous):
         server, _ = listen(group.launch)
-        welcome["store_port"] = server.getsockname()[1]
+        address, port = server.getsockname()[:2]
+        welcome["store_port"] = port
         group.store = c10d.TCPStore(
-            "127.0.0.1",
-            welcome["store_port"],
+            # a port that is open at one address is not open at the loopback
+            LOOPBACK[0] if ip_address(address).is_unspecified else address,
+            port,
             is_master=True,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
