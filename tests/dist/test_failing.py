@@ -276,3 +276,31 @@ print("last words")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout) == (0, "last words\n")
+
+
+class Unread:
+    """A standard error whose reader is gone, as when slurmstepd was ended, or whose disk is full."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe", text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("event", ["on_abort", "on_all_down", "_exit_without_hub"])
+def test_a_rank_whose_output_nobody_reads_ends_with_the_others(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These run in a thread: an error there would end the thread, and the rank would live on."""
+    ended: list[int] = []
+    monkeypatch.setattr(capture, "exit_within", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.delenv("HEADWAY_RENDEZVOUS", raising=False)
+    monkeypatch.setattr(sys, "stderr", Unread())
+    handler = FailureHandler(LaunchEnvironment(launcher="srun", rank=2, world_size=3, node="n1"), print)
+    record = capture.exception_record(ValueError("the cause"), None, 0) | {"exit_code": 7}
+    getattr(handler, event)(record | {"failure_file": None})
+    if not isinstance(sys.stderr, Unread):
+        sys.stderr.close()
+    assert ended == [7]
