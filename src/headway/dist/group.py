@@ -26,6 +26,7 @@ from headway.dist.control.peer import Peer
 from headway.dist.environment import LaunchEnvironment
 from headway.dist.failure.exit_deadline import EXIT_CODE
 from headway.errors import HeadwayError, UsageError
+from headway.system.log import print_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
         group.raised = True
         group.failure_handler.on_exception(error, trace)
     elif isinstance(error, HeadwayError):  # joining failed before other ranks saw this one
-        sys.stderr.write(f"headway: {error}\n")
+        print_last(f"headway: {error}\n")
         raise SystemExit(error.exit_code)
     else:
         _scripts_hook(kind, error, trace)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, final
@@ -28,7 +27,7 @@ from headway.errors import HeadwayError, Stopped, StorageError
 from headway.run import Run
 from headway.system import files
 from headway.system.environment import RENDEZVOUS, directory
-from headway.system.log import logger
+from headway.system.log import logger, print_last
 
 _ABORT_TIMEOUT_S = 4.0
 """how long a failing rank waits for the hub's abort, which names the first cause; the hub takes at most two seconds"""
@@ -82,9 +81,9 @@ class FailureHandler:
             pass  # the agent prints the record
         elif record["sentence"] is None and record["kind"] != "interrupted":
             self.previous_hook(type(error), error, trace)  # this may be a debugger
-            sys.stderr.write(f"record: {where}\n" if where else "")
+            print_last(f"record: {where}\n" if where else "")
         else:
-            sys.stderr.write(format_cause(record, self._launch.world_size, where))
+            print_last(format_cause(record, self._launch.world_size, where))
         limit_exit(record["exit_code"], "the run has failed", seconds=_ALONE_EXIT_S)
         raise SystemExit(record["exit_code"])
 
@@ -104,15 +103,14 @@ class FailureHandler:
 
     def on_abort(self, record: FailureRecord) -> None:
         """Exits because the hub reports that some rank, perhaps this one, failed first."""
-        if record["rank"] != self._launch.rank and record["kind"] != "interrupted":
-            sys.stderr.write(format_pointer(self._launch.rank, record, record["failure_file"]))
-        capture.hard_exit(record["exit_code"])
+        is_others = record["rank"] != self._launch.rank and record["kind"] != "interrupted"
+        words = format_pointer(self._launch.rank, record, record["failure_file"]) if is_others else ""
+        capture.hard_exit(record["exit_code"], words)
 
     def on_all_down(self, record: FailureRecord) -> None:
         """Prints the cause on rank 0, when all other ranks have exited: it is the last thing on the screen."""
-        if not self._agent_has_record:
-            sys.stderr.write(format_cause(record, self._launch.world_size, record["failure_file"]))
-        capture.hard_exit(record["exit_code"])
+        cause = format_cause(record, self._launch.world_size, record["failure_file"])
+        capture.hard_exit(record["exit_code"], "" if self._agent_has_record else cause)
 
     def on_hub_lost(self) -> None:
         """Exits because rank 0 is gone: every rank acts on its own."""
@@ -129,13 +127,14 @@ class FailureHandler:
         self._exit_without_hub(hang.make_record(statuses, self._launch.world_size))
 
     def _exit_without_hub(self, record: FailureRecord) -> None:
-        where = self._write(record)
+        where, words = self._write(record), ""
         if self._launch.rank == 1 and not self._agent_has_record:  # exactly one rank must print it
             text = format_cause(record, self._launch.world_size, where)
-            os.write(self.terminal if self.terminal is not None else 2, text.encode())
+            with suppress(OSError):  # nobody reads it
+                os.write(self.terminal if self.terminal is not None else 2, text.encode())
         else:
-            sys.stderr.write(format_pointer(self._launch.rank, record, where))
-        capture.hard_exit(record["exit_code"])
+            words = format_pointer(self._launch.rank, record, where)
+        capture.hard_exit(record["exit_code"], words)
 
     @property
     def _agent_file(self) -> Path | None:

@@ -20,6 +20,7 @@ from headway.dist.failure.exit_deadline import exit_within
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
 from headway.errors import INTERRUPTED, HeadwayError, RunLocked
+from headway.system.log import print_last
 from headway.system.redact import redact
 
 _FLUSH_S = 2.0
@@ -103,9 +104,11 @@ def is_echo(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and of_group and _LOST_PEER.search(str(error)) is not None
 
 
-def hard_exit(code: int) -> None:
-    """Ends this process now, even if threads are stuck in a collective or in a full pipe."""
-    exit_within(_FLUSH_S, code)  # flushing may block forever
+def hard_exit(code: int, last_words: str = "") -> None:
+    """Prints the last words and ends this process now, even if threads are stuck in a collective or in a full pipe."""
+    exit_within(_FLUSH_S, code)  # printing and flushing may block forever
+    if last_words:
+        print_last(last_words)  # where nobody reads them, this process ends nevertheless
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a closed pipe or stream
             stream.flush()
