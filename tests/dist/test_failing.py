@@ -16,6 +16,7 @@ import pytest
 import warm
 from waiting import EXIT_LIMIT_S, check_duration, has_ended, wait_until
 
+from headway.dist.control import channel
 from headway.dist.control.failure_handler import FailureHandler
 from headway.dist.environment import LaunchEnvironment
 from headway.dist.failure import capture
@@ -163,6 +164,16 @@ def test_the_attempt_of_a_run_in_which_another_rank_failed(tmp_path: Path) -> No
     log = (path / "log" / "rank-00002.txt").read_text()
     assert "ValueError: the third step is cursed" in log, "the failing rank's own log has its story"
     assert "rank 1 stops because rank 2 failed" in (path / "log" / "rank-00001.txt").read_text()
+
+
+@pytest.mark.parametrize("letter", ["x", "\n", "ü", "\U0001f600"])
+def test_the_record_of_an_endless_error_fits_into_a_message(letter: str) -> None:
+    """As of a state dict with a hundred thousand missing keys. The hub would drop the rank, and call it killed."""
+    record = capture.exception_record(ValueError(f"begin {letter * (3 << 20)} end"), None, 0)
+    assert len(json.dumps(record)) < channel._MAX_LINE_BYTES - 1000
+    for text in (record["error"], record["traceback"].rstrip()):
+        assert text.startswith("ValueError: begin") and text.endswith("end")
+        assert "characters are left out" in text
 
 
 @pytest.mark.parametrize("full", ["agent", "run"])

@@ -134,6 +134,20 @@ def test_each_rank_may_open_a_file_for_each_rank(monkeypatch: pytest.MonkeyPatch
     assert made == [(4096, 4096)]
 
 
+def test_ranks_get_the_cause_without_its_traceback(benchmark: ModuleType) -> None:
+    """The report of a hang of a thousand ranks is longer than any message that a rank reads."""
+    simulated = benchmark.SimulatedRanks(2, 2)
+    try:
+        simulated.join()
+        record = {"rank": 1, "echo": False, "error": "ValueError", "traceback": "x" * 5000}
+        simulated.channels[1].send({"type": "failed", "record": record})
+        message = simulated._wait_for_all("abort", ranks=range(1, 2), close=True)
+        assert simulated.ended.wait(20)
+    finally:
+        simulated.close()
+    assert message["record"] == record | {"traceback": None}
+
+
 def test_idle_connections_of_others_are_few_and_ranks_join_beside_them(benchmark: ModuleType) -> None:
     """Everybody can connect to the port. Seen red with 300 files held for as many strangers."""
     idle: list[socket.socket] = []
