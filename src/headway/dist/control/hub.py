@@ -271,8 +271,10 @@ class Hub(threading.Thread):
         """Sends the record to all ranks and exits after them, so that the cause is the last thing on the screen."""
         self._on_first_failure(record)
         others = [channel for rank, channel in self._channels.items() if rank != 0]
+        # a traceback of many ranks is longer than a message may be, and blocks this loop at a rank that is stopped
+        cause = record | {"traceback": None}
         for channel in others:
-            channel.try_send({"type": "abort", "record": record})
+            channel.try_send({"type": "abort", "record": cause})
         deadline = time.monotonic() + _EXIT_GRACE_S
         for channel in others:
             _wait_for_end(channel, deadline)

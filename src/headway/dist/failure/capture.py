@@ -35,6 +35,9 @@ _LOST_PEER = re.compile(
 _PROCESS_GROUP = re.compile(r"/gloo/|\bNCCL\b|\bc10d\b")
 """in the text of plain RuntimeErrors of torch's process group: gloo's begin with the file and line that raised them"""
 
+_LONGEST_TEXT = 100_000
+"""characters of an error that are recorded: three such texts fit into a message to the hub, in any script"""
+
 HEARTBEAT = Heartbeat()
 """the heartbeat of this rank; the training loop updates it at every step"""
 
@@ -64,7 +67,7 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
     interrupted = isinstance(error, KeyboardInterrupt)
     name = type(error).__qualname__
     own_code = error.exit_code if isinstance(error, HeadwayError) else 1
-    sentence = redact(str(error)) if isinstance(error, HeadwayError) else None
+    sentence = _shorten(redact(str(error))) if isinstance(error, HeadwayError) else None
     unread = isinstance(error, BrokenPipeError) and _is_unread()
     if unread:
         sentence = (
@@ -77,14 +80,22 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "pid": os.getpid(),
         "phase": HEARTBEAT.phase,
         "step": HEARTBEAT.step,
-        "error": redact(f"{name}: {error}" if str(error) else name),
-        "traceback": redact("".join(traceback.format_exception(type(error), error, trace))),
+        "error": _shorten(redact(f"{name}: {error}" if str(error) else name)),
+        "traceback": _shorten(redact("".join(traceback.format_exception(type(error), error, trace)))),
         "sentence": sentence,
         "exit_code": INTERRUPTED if interrupted else own_code,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "echo": is_echo(error) and not unread,
         "locked_out": isinstance(error, RunLocked),
     }
+
+
+def _shorten(text: str) -> str:
+    """Leaves out the middle of a text that no message could hold: an error may list every key of a large model."""
+    half = _LONGEST_TEXT // 2
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:half]}\n[{len(text) - 2 * half:,} characters are left out]\n{text[-half:]}"
 
 
 def _is_unread() -> bool:
