@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +26,8 @@ from headway.dist.control.peer import connect_to_hub
 from headway.dist.device import choose_device
 from headway.dist.environment import LaunchEnvironment
 from headway.dist.failure.capture import is_echo
-from headway.dist.failure.record import FailureRecord
-from headway.dist.rendezvous import FileRendezvous, HubAddress, listen
+from headway.dist.failure.record import FailureRecord, format_cause
+from headway.dist.rendezvous import FileRendezvous, HubAddress, StoreRendezvous, listen
 from headway.dist.roster import RankInfo, RankPlacement
 from headway.errors import RankFailure, UsageError
 from headway.testing import ranks
@@ -48,7 +50,9 @@ def meeting(tmp_path: Path) -> FileRendezvous:
     return FileRendezvous(tmp_path / "meeting")
 
 
-def open_hub(meeting: FileRendezvous, world_size: int) -> Hub:
+def open_hub(
+    meeting: FileRendezvous, world_size: int, on_failure: Callable[[FailureRecord], object] = unexpected
+) -> Hub:
     listener, hosts = listen(
         LaunchEnvironment(launcher="mpi", rank=0, world_size=2, local_world_size=2, node="here")
     )
@@ -57,7 +61,7 @@ def open_hub(meeting: FileRendezvous, world_size: int) -> Hub:
         KEY,
         world_size,
         welcome={"store_port": 1},
-        on_first_failure=unexpected,
+        on_first_failure=on_failure,
         on_all_down=unexpected,
     )
     hub.start()
@@ -149,6 +153,37 @@ def test_two_processes_with_one_number_are_told(meeting: FileRendezvous) -> None
 def test_who_does_not_come_is_waited_for_only_so_long(meeting: FileRendezvous) -> None:
     with pytest.raises(RankFailure, match="waited 0 s for rank 0 and the others: it has not published"):
         connect_to_hub(meeting, member(1), 0.2)
+
+
+def test_a_rank_that_gives_up_is_not_the_cause_those_that_did_not_come_are(
+    meeting: FileRendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank counts from its own start, so any of them may be the first whose time is up."""
+    records: list[FailureRecord] = []
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # rank 0 would exit in `on_all_down`
+    hub = open_hub(meeting, 3, records.append)
+    with pytest.raises(RankFailure, match=r"did not accept this rank \(some ranks never joined\)"):
+        connect_to_hub(meeting, member(1), 0.5)
+    wait_until(lambda: records, "the hub has noticed")
+    hub.join(10)
+    hub.close()
+    assert records[0]["kind"] == "exception", "an agent would explain a rank that vanished by its exit code"
+    sentence = records[0]["sentence"]
+    assert re.match(r"2 of 3 ranks did not join within \d s: 0, 2; look at the start of their output", sentence)
+    assert format_cause(records[0], 3, None) == f"headway: {sentence}\n  raised by rank 1 of 3 on here (pid 1)\n"
+
+
+class EmptyStore:
+    """torchrun's store while rank 0 has not come: `get` waits, and then raises."""
+
+    def get(self, key: str) -> bytes:
+        raise torch.distributed.DistStoreError(f"wait timeout after 300000ms, keys: /{key}")
+
+
+def test_a_store_in_which_rank_0_has_written_nothing_is_one_sentence() -> None:
+    store: Any = EmptyStore()
+    with pytest.raises(RankFailure, match="waited 0 s for rank 0 and the others: it has not published"):
+        connect_to_hub(StoreRendezvous(store, one_node=False), member(1), 0.2)
 
 
 def test_a_meeting_point_that_others_could_have_written_is_refused(meeting: FileRendezvous) -> None:
