@@ -153,7 +153,12 @@ class StoreRendezvous(Rendezvous):
         self._store.set(self._KEY, json.dumps(fields))
 
     def find(self) -> HubAddress | None:
-        fields = json.loads(self._store.get(self._KEY))  # waits for the key
+        from torch.distributed import DistStoreError
+
+        try:
+            fields = json.loads(self._store.get(self._KEY))  # waits for the key
+        except DistStoreError:  # in vain
+            return None
         if self._one_node:
             try:
                 fields["key"] = ownership.read_private(Path(fields["key"]), secret=True).decode()

@@ -6,7 +6,8 @@ one place, so which cause is the first is not a race, and all ranks get the same
 
 With thousands of ranks the hub handles thousands of messages, so handling one must not loop over all ranks.
 
-    rank -> hub    hello, failed, goodbye; status, ping, overdue (see `hang_watch`); request, next_point (`agreement`)
+    rank -> hub    hello, expired, failed, goodbye; status, ping, overdue (see `hang_watch`);
+                   request, next_point (see `agreement`)
     hub -> rank    ack or refused, welcome, abort or farewell; status_request, ack; next_point, decision
 """
 
@@ -151,6 +152,9 @@ class Hub(threading.Thread):
     def _on_message(self, connection: _Connection, message: Message) -> None:
         if message["type"] == "hello":
             self._register(connection, RankInfo(**message["rank_info"]))
+        elif message["type"] == "expired":
+            assert connection.rank is not None
+            self._on_expired(self._ranks[connection.rank], message["timeout_s"])
         elif message["type"] == "failed":
             self._on_failure(message["record"])
         elif message["type"] == "request":
@@ -243,6 +247,16 @@ class Hub(threading.Thread):
         for round in self._rounds.values():
             round.waiting.discard(connection.rank)
         self._on_failure(lost_rank_record(self._ranks[connection.rank]))
+
+    def _on_expired(self, info: RankInfo, timeout_s: float) -> None:
+        """Names the ranks for which another one has waited in vain; that one leaves, and is not the cause."""
+        if absent := self.missing():
+            sentence = (
+                f"{len(absent)} of {self._world_size} ranks did not join within {timeout_s:.0f} s: "
+                f"{shorten_list(absent)}; look at the start of their output, or raise setup_timeout"
+            )
+            cause = {"kind": "exception", "error": sentence, "sentence": sentence, "hint": None}
+            self._on_failure(lost_rank_record(info) | cause)
 
     def _on_failure(self, record: FailureRecord) -> None:
         if not record["echo"]:

@@ -50,7 +50,12 @@ class Peer:
             raise UntrustedPeer("this is the hub of another launch")
         if ack["type"] == "refused":
             raise UsageError(f"{ack['why']}; start each rank once")
-        answer = self._channel.receive(timeout)
+        try:
+            answer = self._channel.receive(timeout)
+        except TimeoutError:
+            # the hub knows which ranks are missing; else it would take this one for lost
+            self._send({"type": "expired", "timeout_s": timeout})
+            raise
         if answer is None:
             raise RankFailure("rank 0 exited while the ranks were joining; its own output says why")
         if answer["type"] == "abort":
@@ -179,9 +184,8 @@ def connect_to_hub(
                 peer = Peer(channel, heartbeat or Heartbeat())
                 return peer, peer.register(info, deadline - time.monotonic()), host
             except (OSError, UntrustedPeer) as error:
-                trouble = (
-                    f"{host}:{address.port} did not accept this rank ({error or 'some ranks never joined'})"
-                )
+                why = "some ranks never joined" if isinstance(error, TimeoutError) else error
+                trouble = f"{host}:{address.port} did not accept this rank ({why})"
                 channel.close()
             except BaseException:
                 channel.close()
