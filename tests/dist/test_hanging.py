@@ -6,20 +6,27 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import warm
 
+from headway.dist.control.hang_watch import status_message
+from headway.dist.control.hub import Hub
 from headway.dist.failure import hang as hanging, heartbeat
 from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import Heartbeat
+from headway.dist.failure.record import FailureRecord
+from headway.dist.roster import RankInfo
 from headway.launcher.agent import watchdog as watchdogs
 from headway.launcher.agent.watchdog import Watchdog
 from headway.run.status import describe_failure
@@ -120,6 +127,33 @@ def test_the_words() -> None:
 
 def test_a_stack_without_what_is_ours() -> None:
     assert hanging.trim_stack(WORKING) == '  File "data.py", line 5 in read'
+
+
+def test_the_stacks_of_a_rank_need_no_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full or missing /tmp would look as if rank 0 were gone: the thread that replies would end with an OSError."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    reply = status_message(Heartbeat(), {"stacks": True})
+    assert "test_the_stacks_of_a_rank_need_no_temporary_directory" in reply["stack"]
+
+
+def test_a_hang_names_the_ranks_that_had_ended_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL, the others get no error when a rank ends: they wait, all in the same place."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = Hub(
+            listener, b"k" * 32, 3, welcome={}, on_first_failure=lambda _: None, on_all_down=lambda _: None
+        )
+        facts: dict[str, Any] = {"host": "h", "node": "h", "pid": 1, "local_rank": None, "visible_gpus": None}
+        hub._ranks = {rank: RankInfo(rank=rank, **facts) for rank in range(3)}
+        hub._left = {1}
+        found: list[FailureRecord] = []
+        monkeypatch.setattr(hub, "_broadcast_abort", found.append)
+        waiting = [seen(0, stack=WAITING), seen(2, stack=WAITING)]
+        monkeypatch.setattr(hub._hang_watch, "check", lambda *_: hanging.make_record(waiting, 3))
+        hub._check_for_hang()
+        hub._selector.close()
+    assert found[0]["error"].endswith("in the same place; rank 1 ended early (it returned, or called sys.exit)")
 
 
 # --- the pulse
