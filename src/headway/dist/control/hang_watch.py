@@ -16,7 +16,6 @@ import faulthandler
 import math
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
 from headway.dist.roster import RankInfo
+from headway.system import files
 from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, directory
 
 Present = Callable[[], Sequence[RankInfo]]
@@ -65,7 +65,8 @@ def _collectives() -> int | None:
 
 
 def _stacks() -> str:
-    with tempfile.TemporaryFile() as file:
+    # in memory: an OSError of a full /tmp would look as if the connection to the hub were lost
+    with os.fdopen(files.open_unnamed("headway-stacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode(errors="replace")

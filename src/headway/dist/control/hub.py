@@ -25,6 +25,7 @@ from headway.dist.control.agreement import SUBJECTS
 from headway.dist.control.channel import Channel, Message, UntrustedPeer
 from headway.dist.control.hang_watch import HangWatch
 from headway.dist.control.unauthenticated import UnauthenticatedConnections
+from headway.dist.failure.hang import format_ranks
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
 from headway.dist.roster import RankInfo, place_ranks
@@ -187,7 +188,14 @@ class Hub(threading.Thread):
             return
         record = self._hang_watch.check(self._present, count, self._world_size)
         if record is not None:
-            self._broadcast_abort(record)
+            self._broadcast_abort(self._name_early_leavers(record))
+
+    def _name_early_leavers(self, record: FailureRecord) -> FailureRecord:
+        """Adds the ranks whose script has ended to a hang that no other rank explains: the rest may wait for them."""
+        if record["suspects"] or not self._left:
+            return record
+        early = f"{format_ranks(sorted(self._left))} ended early (it returned, or called sys.exit)"
+        return record | {"error": f"{record['error']}; {early}"}
 
     def _present(self) -> list[RankInfo]:
         return [info for rank, info in sorted(self._ranks.items()) if rank not in self._left]
