@@ -15,6 +15,7 @@ from headway.dist import join, rendezvous
 from headway.dist.environment import LaunchEnvironment, detect
 from headway.dist.group import RankGroup
 from headway.dist.rendezvous import FileRendezvous, listen, listen_on, own_address
+from headway.errors import RankFailure, UsageError
 from headway.system.log import logger
 
 
@@ -184,3 +185,32 @@ def test_rank_0_reaches_its_own_store_where_the_port_is_open_at_one_address(
     finally:
         for listener in listeners:
             listener.close()
+
+
+def chosen(rank: int, port: int) -> LaunchEnvironment:
+    """The environment of a rank whose user has set MASTER_ADDR and MASTER_PORT."""
+    return LaunchEnvironment(
+        launcher="srun",
+        rank=rank,
+        world_size=2,
+        local_world_size=2,
+        node="a",
+        store_address=f"127.0.0.1:{port}",
+    )
+
+
+def test_a_master_port_that_is_taken_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        sentence = rf"MASTER_PORT={port} cannot be opened on 127.0.0.1 \(Address already in use\)"
+        with pytest.raises(UsageError, match=sentence):
+            join._launchers_store(chosen(0, port), 2)
+
+
+def test_a_master_address_at_which_nobody_is_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(RankFailure, match=rf"the ranks cannot meet at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT"):
+        join._launchers_store(chosen(1, port), 2)
