@@ -205,7 +205,13 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
     if launch.rank == 0 and not is_torchruns and address and not elsewhere and port.isdigit():
         # torch would listen on all networks of this host
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = socket.create_server((address, int(port)), family=family, backlog=4096)
+        try:
+            server = socket.create_server((address, int(port)), family=family, backlog=4096)
+        except OSError as error:
+            raise UsageError(
+                f"MASTER_PORT={port} cannot be opened on {host} ({os.strerror(error.errno or 0)}): "
+                f"unset MASTER_ADDR and MASTER_PORT, or choose another port"
+            ) from error
         return c10d.TCPStore(
             address,
             int(port),
@@ -215,7 +221,14 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
             master_listen_fd=server.detach(),
         )
     found = c10d.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeout))
-    store: c10d.Store = next(found)[0]
+    try:
+        store: c10d.Store = next(found)[0]
+    except (c10d.DistNetworkError, c10d.DistStoreError) as error:
+        why = str(error).partition(". ")[0]  # the rest is a stack of torch
+        raise RankFailure(
+            f"the ranks cannot meet at {launch.store_address} (MASTER_ADDR, MASTER_PORT; {why}): "
+            f"check that rank 0 was started, and that its port is free and can be reached"
+        ) from error
     return store
 
 
