@@ -102,3 +102,10 @@ def test_garbage_does_not_fill_the_memory(pair: Pair) -> None:
     hub.feed(b"x" * (5 << 20))
     with pytest.raises(UntrustedPeer):
         next(hub.messages())
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has this limit")
+def test_a_message_to_a_node_without_a_network_is_given_up_after_a_minute(pair: Pair) -> None:
+    """The kernel probes a connection only while nothing is in flight; else it would try for a quarter of an hour."""
+    for channel in pair:
+        assert channel.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000

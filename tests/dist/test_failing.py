@@ -176,6 +176,20 @@ def test_the_record_of_an_endless_error_fits_into_a_message(letter: str) -> None
         assert "characters are left out" in text
 
 
+class Unprintable(RuntimeError):
+    """As an error whose `__init__` was skipped when it came from another process."""
+
+    def __str__(self) -> str:
+        raise AttributeError("path")
+
+
+def test_an_error_that_cannot_be_printed_is_recorded() -> None:
+    """Otherwise the hook fails, the rank leaves as if its script had returned, and the others say so."""
+    record = capture.exception_record(Unprintable(), None, 0)
+    assert (record["kind"], record["echo"], record["exit_code"]) == ("exception", False, 1)
+    assert record["error"].startswith("Unprintable") and "Unprintable" in record["traceback"]
+
+
 @pytest.mark.parametrize("full", ["agent", "run"])
 def test_a_record_that_cannot_be_written_hides_no_other(
     full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
