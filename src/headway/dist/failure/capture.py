@@ -65,9 +65,9 @@ def no_hang_check() -> AbstractContextManager[None]:
 def exception_record(error: BaseException, trace: TracebackType | None, rank: int) -> FailureRecord:
     """Returns the record of an uncaught exception."""
     interrupted = isinstance(error, KeyboardInterrupt)
-    name = type(error).__qualname__
+    name, text = type(error).__qualname__, _text(error)
     own_code = error.exit_code if isinstance(error, HeadwayError) else 1
-    sentence = _shorten(redact(str(error))) if isinstance(error, HeadwayError) else None
+    sentence = _shorten(redact(text)) if isinstance(error, HeadwayError) else None
     unread = isinstance(error, BrokenPipeError) and _is_unread()
     if unread:
         sentence = (
@@ -80,7 +80,7 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "pid": os.getpid(),
         "phase": HEARTBEAT.phase,
         "step": HEARTBEAT.step,
-        "error": _shorten(redact(f"{name}: {error}" if str(error) else name)),
+        "error": _shorten(redact(f"{name}: {text}" if text else name)),
         "traceback": _shorten(redact("".join(traceback.format_exception(type(error), error, trace)))),
         "sentence": sentence,
         "exit_code": INTERRUPTED if interrupted else own_code,
@@ -88,6 +88,13 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "echo": is_echo(error) and not unread,
         "locked_out": isinstance(error, RunLocked),
     }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001  whatever the class's own code raises; the traceback says that it did
+        return ""
 
 
 def _shorten(text: str) -> str:
@@ -111,8 +118,9 @@ def is_echo(error: BaseException) -> bool:
 
     A lost connection of anything else, such as an upload, is an error of this rank, whatever the others do.
     """
-    of_group = type(error).__module__ == "torch.distributed" or _PROCESS_GROUP.search(str(error)) is not None
-    return isinstance(error, RuntimeError) and of_group and _LOST_PEER.search(str(error)) is not None
+    text = _text(error)
+    of_group = type(error).__module__ == "torch.distributed" or _PROCESS_GROUP.search(text) is not None
+    return isinstance(error, RuntimeError) and of_group and _LOST_PEER.search(text) is not None
 
 
 def hard_exit(code: int, last_words: str = "") -> None:
