@@ -123,6 +123,8 @@ def test_a_name_of_this_host_is_one_address_or_none(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rendezvous, "_own_addresses", lambda _: [*OWN, "192.0.2.9", "2001:db8::9"])
     resolve(monkeypatch, one=OWN[:1], both=["2001:db8::9", OWN[0]], new=["2001:db8::9"], debian=["127.0.1.1"])
     assert own_address("one") == own_address("both") == OWN[0] and own_address("new") == "2001:db8::9"
+    resolve(monkeypatch, twice=[OWN[0], f"::ffff:{OWN[0]}"])
+    assert own_address("twice") == OWN[0], "the same address, written as one of IPv6"
     resolve(monkeypatch, two=[OWN[0], "192.0.2.9"], other=[OWN[0], "203.0.113.7"])
     assert [own_address(name) for name in ("two", "other", "debian")] == [None] * 3, "nobody knows which"
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "::1")
 """addresses that every host has, and that never reach another host"""
+_MAPPED = "::ffff:"
+"""before an IPv4 address that is written as an IPv6 one"""
 _BACKLOG = 4096
 """how many connections may wait until they are accepted: thousands of ranks join at once"""
 
@@ -234,7 +236,8 @@ def own_address(name: str) -> str | None:
     '127.0.0.1'
     """
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        resolved = (str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        found = {address.removeprefix(_MAPPED) for address in resolved}
     except OSError:  # it does not resolve here
         return None
     if found <= {*LOOPBACK}:

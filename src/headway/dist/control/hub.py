@@ -231,8 +231,8 @@ class Hub(threading.Thread):
             why = f"two processes claim to be rank {info.rank}: {both}"
             connection.channel.send({"type": "refused", "why": why})
             return
+        connection.channel.send({"type": "ack"})  # a rank that is gone by now has not joined
         connection.rank = info.rank
-        connection.channel.send({"type": "ack"})
         self._channels[info.rank] = connection.channel
         self._ranks[info.rank] = info
         if self._is_complete:
