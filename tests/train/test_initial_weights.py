@@ -240,3 +240,30 @@ def test_shards_are_read_without_the_whole(tmp_path: Path) -> None:
         net = make_net(norm=False)
     with pytest.raises(UsageError, match="pass init_from= to fill them"):
         pipe.register_model("empty", net)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight. A checkpoint has it under both names, and its average under the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.last = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))  # type: ignore[no-any-return]
+
+
+def test_the_average_of_a_tied_weight_is_not_replaced_by_the_trained_one(tmp_path: Path) -> None:
+    pipe, run = trained(tmp_path, net=Tied(), ema=0.5)
+    state = checkpoint.load(run.checkpoint_dir(4)).state
+    models, averages = state["models"]["net"], state["averages"]["net"]
+    assert "second.weight" in models and "second.weight" not in averages
+    assert not models["first.weight"].equal(averages["first.weight"])
+    net = Tied()
+    Pipeline(root=tmp_path).register_model("net", net, init_from=Weights(run, ema=True))
+    for name, average in averages.items():
+        assert net.get_parameter(name).equal(average), name
+    assert net.second.weight is net.first.weight
+    del pipe
