@@ -80,6 +80,8 @@ def load_weights(
         try:
             with open_weights(path) as reader:
                 named = _renamed(_part(reader, weights, model, path), rename, path, known=tensors)
+                if weights.ema:
+                    named = _without_trained_twins(named, ties)
                 report, wanted = _match(reader, named, tensors, path, ties)
                 _check(report, model, strict=strict, optional=optional, found=named)
                 _check_required(report, model, required)
@@ -155,6 +157,17 @@ def _renamed(
             )
         found[new] = source
     return found
+
+
+def _without_trained_twins(named: Mapping[str, str], ties: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Leaves out the trained value of a tied tensor if its average is here, under another of its names.
+
+    A checkpoint has a tied tensor under all of its names, and the average under the first one only. Both would be read
+    into the same memory.
+    """
+    averaged = {name for name, source in named.items() if source.startswith("averages.")}
+    twins = {name for names in ties if not averaged.isdisjoint(names) for name in names} - averaged
+    return {name: source for name, source in named.items() if name not in twins}
 
 
 def _new_name(name: str, rename: Rename | None) -> str | None:
