@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,19 @@ def test_a_run_from_a_chosen_step(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in parent.path.rglob("*")} == before
     with pytest.raises(UsageError, match="there is no such checkpoint"):
         train(tmp_path, resume=parent.checkpoint_dir(5))
+
+
+def test_a_run_goes_on_without_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
+    """The parent may still train, and removes it; later its owner removes the whole run."""
+    _, parent = train(tmp_path)
+    chosen = parent.checkpoint_dir(4)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, resume=chosen, ends_before=7)
+    shutil.rmtree(chosen)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, resume=chosen, ends_before=9)
+    shutil.rmtree(parent.path)
+    _, child = train(tmp_path, resume=chosen)
+    assert [attempt.get("step_started") for attempt in child.info()["attempts"]] == [4, 6, 8]
+    with pytest.raises(UsageError, match="there is no such checkpoint"):
+        train(tmp_path, resume=parent.checkpoint_dir(6))  # no run began with that one
