@@ -17,7 +17,7 @@ from headway.errors import RunLocked, StorageError, UnreadableRun, UsageError
 from headway.run import Run, config_text, has_info, runs_under
 from headway.run.info import newest_step
 from headway.run.lock import newest_owner
-from headway.run.paths import RunPaths
+from headway.run.paths import RunPaths, step_of
 from headway.run.plain import is_yaml
 from headway.run.rebuild import named_run
 from headway.schedulers.base import JobIds
@@ -67,6 +67,7 @@ def choose(
             if config is not None:
                 run.set_config(config)
             if parent is not None:
+                _check_exists(parent)
                 run.set_parent(parent)
         return Choice(
             run=run,
@@ -86,6 +87,8 @@ def choose(
             f'resume="must", but {root} has no unfinished run {name!r} with these settings: start one with '
             'resume="auto", or give the directory of the run'
         )
+    if parent is not None:
+        _check_exists(parent)
     run = Run.create(root, name=name, config=config, world=world)
     if parent is None:
         return Choice(run=run, why=NEW)
@@ -167,16 +170,23 @@ def _warn_of_doubt(run: Run) -> None:
 
 
 def _find_parent(resume: str | Path) -> Path | None:
-    """Returns the checkpoint that a new run is to start from; None if `resume` is not one."""
+    """Returns the checkpoint that a new run is to start from; None if `resume` is not one.
+
+    It may be gone, and its run, too: a run that began with it is resumed from checkpoints of its own.
+    """
     path = Path(resume).absolute()
-    if not path.name.startswith("step-") or not has_info(path.parent.parent):
-        return None
-    if not path.is_dir():
+    is_gone = step_of(path.name) is not None and not os.path.lexists(path)
+    is_one = path.name.startswith("step-") and has_info(path.parent.parent)
+    return path if is_one or is_gone else None
+
+
+def _check_exists(parent: Path) -> None:
+    """Raises `UsageError` if there is no checkpoint for a new run to start from."""
+    if not parent.is_dir():
         raise UsageError(
-            f"resume={str(resume)!r}: there is no such checkpoint; list those of the run with: headway checkpoint "
-            f"show {path.parent.parent}"
+            f"resume={str(parent)!r}: there is no such checkpoint; list those of the run with: headway checkpoint "
+            f"show {parent.parent.parent}"
         )
-    return path
 
 
 def _warn_of_damage(beginning: str, problem: str) -> None:
