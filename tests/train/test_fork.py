@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import Batches, Classify, make_pipe
+from toys import Batches, Classify, make_net, make_pipe
 
 import headway as hw
-from headway.errors import UsageError
+from headway.errors import NoValidCheckpoint, UsageError
+from headway.testing import ranks
 
 
 class Ends(Classify):
@@ -24,8 +25,11 @@ class Ends(Classify):
         return super().train_step(batch)
 
 
-def train(folder: Path, *, ends_before: int | None = None, **settings: Any) -> tuple[hw.Pipeline, hw.Run]:
-    pipe, stage = make_pipe(folder), Ends(log_every=1)
+def train(
+    folder: Path, *, ends_before: int | None = None, parallel: Any = "ddp", **settings: Any
+) -> tuple[hw.Pipeline, hw.Run]:
+    net = make_net(norm=parallel == "ddp")
+    pipe, stage = make_pipe(folder, net=net, parallel=parallel), Ends(log_every=1)
     stage.ends_before = ends_before
     pipe.register_dataset("train", Batches(5))
     pipe.append_stage(stage, max_epochs=2)
@@ -68,3 +72,16 @@ def test_a_run_goes_on_without_the_checkpoint_that_it_began_with(tmp_path: Path)
     assert [attempt.get("step_started") for attempt in child.info()["attempts"]] == [4, 6, 8]
     with pytest.raises(UsageError, match="there is no such checkpoint"):
         train(tmp_path, resume=parent.checkpoint_dir(6))  # no run began with that one
+
+
+@ranks(2, leaks=False)
+@pytest.mark.parametrize("file", ["manifest.json", "index.json"])
+def test_a_damaged_checkpoint_is_refused_in_words_for_sharded_models_too(file: str, tmp_path: Path) -> None:
+    """Each rank looks up its shards in the index, which must be checked before."""
+    _, parent = train(tmp_path, parallel="fsdp")
+    chosen = parent.checkpoint_dir(4)
+    if hw.rank() == 0:
+        (chosen / file).write_bytes(b"{}")
+    hw.barrier()
+    with pytest.raises(NoValidCheckpoint, match=rf"step-000000000004 is damaged: {file}"):
+        train(tmp_path, parallel="fsdp", resume=chosen)
