@@ -44,6 +44,9 @@ _LOOK_PAUSES_S = (0.0, 0.1, 1.0, 10.0)
 
 _REPLACED = "a later save has replaced it"
 
+_Destinations = Mapping[str, Any] | Callable[[Path], Mapping[str, Any]] | None
+"""the state to load into, or a function that takes the path of the checkpoint and returns it"""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +92,16 @@ def save(
     return saver.finished()[0].path
 
 
-def load(directory: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> LoadedCheckpoint:
+def load(
+    directory: str | os.PathLike[str],
+    state: Mapping[str, Any] | Callable[[Path], Mapping[str, Any]] | None = None,
+) -> LoadedCheckpoint:
     """Loads one checkpoint, on any number of ranks, after checking every byte of it.
 
-    `state` names the parts to load; None means all of them. Its tensors are filled in place, each rank reading its own
-    shards; tensors that only the checkpoint has are created on the CPU. `NoValidCheckpoint` if the checkpoint is
-    damaged, `UsageError` if there is none or it does not fit the state, which is then unchanged.
+    `state` names the parts to load, or is a function as in `load_latest`; None means all. Its tensors are filled in
+    place, each rank reading its own shards; tensors that only the checkpoint has are created on the CPU.
+    `NoValidCheckpoint` if the checkpoint is damaged, `UsageError` if there is none or it does not fit the state, which
+    is then unchanged.
 
     >>> epoch = load(path, {"net": net.state_dict(), "epoch": None}).state["epoch"]  # doctest: +SKIP
     """
@@ -125,7 +132,7 @@ def load_latest(
     """
     while (found := _find_valid(where)) is not None:
         path, save = found
-        loaded = _load(path, save, state(path) if callable(state) else state)
+        loaded = _load(path, save, state)
         if loaded is not None:
             return loaded
     return None
@@ -251,7 +258,7 @@ def _may_rename(where: CheckpointRoot) -> bool:
     return True
 
 
-def _load(path: Path, save: str | None, state: Mapping[str, Any] | None) -> LoadedCheckpoint | None:
+def _load(path: Path, save: str | None, state: _Destinations) -> LoadedCheckpoint | None:
     """Loads a checkpoint that was just verified; all ranks return or all raise.
 
     None if the verified save no longer exists: it was replaced or removed while the ranks were reading, and some of
@@ -261,11 +268,13 @@ def _load(path: Path, save: str | None, state: Mapping[str, Any] | None) -> Load
 
     def read() -> str | None:
         try:
+            # on all ranks, and where damage is caught: a function may read the index
+            wanted = state(path) if callable(state) else state
             with CheckpointDirectory(path) as directory:
                 manifest = read_manifest(directory)
                 if manifest.save != save:
                     return _REPLACED
-                results.append(_read(directory, manifest, state))
+                results.append(_read(directory, manifest, wanted))
         except DamagedCheckpoint as problem:
             return str(problem)
         return None

@@ -157,7 +157,7 @@ class Checkpointer:
         try:
             loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
             if loaded is None and choice.parent is not None:
-                return checkpoint.load(choice.parent, state.destinations(self.pipe, choice.parent))
+                return checkpoint.load(choice.parent, partial(state.destinations, self.pipe))
             return loaded
         except UsageError as error:  # the script has changed since
             raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
