@@ -162,6 +162,10 @@ def test_one_that_is_removed_is_not_damaged(tmp_path: Path, monkeypatch: pytest.
     folder, remove = shelf_of("read")
     before(monkeypatch, loading, "_match", remove)
     load_weights(Weights(folder, model="net"), {"w": torch.zeros(1)}, model="net")
+    folder, remove = shelf_of("between")
+    before(monkeypatch, loading, "read_save", remove)  # after it was verified, and before it is opened
+    report = load_weights(Weights(folder, model="net"), {"w": torch.zeros(1)}, model="net")
+    assert report.path == folder / "step-000000000002"
 
 
 def test_verify_of_a_run_that_trains(
