@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module)\.")
 """parts that wrappers of torch add to names"""
+
+_REMOVED = "removed"  # in place of the name of a save
 
 
 @final
@@ -89,6 +92,8 @@ def load_weights(
                     reader.fill(wanted)
                 reports.append(report)
         except (NoValidCheckpoint, UsageError):
+            if not os.path.lexists(path):
+                return [before, _REMOVED]
             if read_save(path) == before:
                 raise
         return [before, read_save(path)]
