@@ -26,6 +26,7 @@ import headway
 from headway import checkpoint, dist
 from headway.checkpoint import api
 from headway.checkpoint.format.manifest import TensorEntry
+from headway.checkpoint.inspect import overview
 from headway.checkpoint.weights import loading
 from headway.checkpoint.write import disk
 from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageError
@@ -495,6 +496,16 @@ def test_by_the_path_of_a_run_what_was_saved_there_before_is_found(tmp_path: Pat
     for _ in range(2):
         with pytest.raises(NoValidCheckpoint):
             checkpoint.load_latest(run.path)
+
+
+def test_all_that_read_a_run_find_what_was_saved_there_before(tmp_path: Path) -> None:
+    run = Run.create(tmp_path)
+    made = checkpoint.save(tmp_path / "earlier", {"x": torch.ones(1)}, step=1, metrics={"val/loss": 0.5})
+    made.rename(own := run.path / made.name)
+    assert checkpoint.load_best(run.path, metric="val/loss").path == own
+    assert checkpoint.Weights(run.path).locate() == own
+    assert overview.find(run.path) == [own]
+    assert [each.path for each in overview.list_all(run.path)] == [own]
 
 
 def test_who_may_read_only_the_checkpoints_of_a_run_loads_them(
