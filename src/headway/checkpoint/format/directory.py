@@ -156,14 +156,15 @@ def resolve_root(where: CheckpointRoot) -> tuple[Path, str]:
     """Returns the directory of all checkpoints, and the owner whose unfinished saves may be removed in it."""
     if isinstance(where, Run):
         return where.checkpoints_dir, where.id
-    path = Path(where).absolute()
-    # an earlier version saved to the directory of a run itself if given its path
-    return (path if has_info(path) and _has_own(path) else checkpoints_at(path)), "path"
+    return checkpoints_at(Path(where).absolute()), "path"
 
 
 def checkpoints_at(path: Path) -> Path:
     """Returns the directory of checkpoints at a path: that of a run, or the path itself."""
-    return RunPaths(path=path).checkpoints_dir if has_info(path) else path
+    if not has_info(path):
+        return path
+    # an earlier version saved to the directory of a run itself if given its path
+    return path if _has_own(path) else RunPaths(path=path).checkpoints_dir
 
 
 def list_steps(parent: Path) -> list[int]:
