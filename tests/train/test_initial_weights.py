@@ -17,7 +17,8 @@ from toys import Batches, Classify, Net, make_net, make_pipe
 import headway as hw
 from headway import checkpoint
 from headway.checkpoint import Weights
-from headway.errors import NoValidCheckpoint, UsageError
+from headway.checkpoint.weights.loading import load_weights
+from headway.errors import NoValidCheckpoint, StorageError, UsageError
 from headway.testing import ranks
 from headway.train import Fsdp, Pipeline, empty_parameters
 
@@ -267,3 +268,40 @@ def test_the_average_of_a_tied_weight_is_not_replaced_by_the_trained_one(tmp_pat
         assert net.get_parameter(name).equal(average), name
     assert net.second.weight is net.first.weight
     del pipe
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello",  # as a pickle: take what was remembered as number 101
+        b"\x80\x02.",
+        b"\x80\x02X\x05",
+        b"\x80\x02K",
+        b"\x80\x02}K\x01]s.",
+        b"\x80\x02}(]K\x01u.",
+    ],
+)
+def test_a_file_that_is_no_torch_file_is_refused_in_words(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "net.pt").write_bytes(data)
+    with pytest.raises(UsageError, match=r"net.pt (cannot be read safely as weights|has no named tensors)"):
+        Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "net.pt")
+
+
+def test_an_old_torch_file_that_was_cut_is_refused_in_words(tmp_path: Path) -> None:
+    torch.save(other_net().state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    whole_file = (tmp_path / "old.pt").read_bytes()
+    for length in range(1, len(whole_file), 97):
+        (tmp_path / "cut.pt").write_bytes(whole_file[:length])
+        with pytest.raises(UsageError, match=r"cut.pt cannot be read safely as weights"):
+            Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "cut.pt")
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.pt").write_bytes(b"")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)  # root, who runs tests in containers, may read everything
+    with pytest.raises(StorageError, match=r"could not read .*net.pt: Permission denied"):
+        load_weights(Weights(tmp_path / "net.pt"), {"w": torch.zeros(1)}, model="net")
