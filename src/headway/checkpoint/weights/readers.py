@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from headway.checkpoint.format.manifest import (
 from headway.checkpoint.format.tensor_file import read_into
 from headway.checkpoint.reader import CheckpointReader, TensorReader
 from headway.errors import NoValidCheckpoint, UsageError
+from headway.system import files
 
 _INDEX = ".index.json"
 _NAMES = (
@@ -43,6 +45,11 @@ _NAMES = (
 """of the weights in a Hugging Face directory, in order of preference; several files have an index beside them"""
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 """the usual keys of the weights in a torch file that has more than weights"""
+_UNREADABLE = (
+    pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError,
+    OverflowError, struct.error,
+)  # fmt: skip
+"""what torch raises for a damaged file, or for one of another kind: it follows the bytes of a pickle as they are"""
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # in messages of torch
 
 
@@ -50,15 +57,15 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # in messages of torch
 def open_weights(path: Path) -> Iterator[TensorReader]:
     """Opens a checkpoint, a file or a Hugging Face directory; see `Weights.locate`."""
     try:
-        with ExitStack() as stack:
+        with files.storage(f"read {path}"), ExitStack() as stack:
             if (path / MANIFEST).exists():
                 directory = stack.enter_context(CheckpointDirectory(path))
                 yield CheckpointReader(directory, read_index(directory, read_manifest(directory)))
                 return
             found = _find_files(path)
             if any(_is_safetensors(file) for file in found):
-                files = stack.enter_context(WeightFiles(found))
-                yield CheckpointReader(files, files.entries())
+                opened = stack.enter_context(WeightFiles(found))
+                yield CheckpointReader(opened, opened.entries())
             else:
                 yield TorchFileReader(found)
     except DamagedCheckpoint as problem:
@@ -211,7 +218,7 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
         with path.open("rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except _UNREADABLE as error:
         text = _COLORS.sub("", str(error)).strip()
         reason = text.splitlines()[0] if text else type(error).__name__
         raise UsageError(
