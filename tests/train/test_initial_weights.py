@@ -17,7 +17,7 @@ from toys import Batches, Classify, Net, make_net, make_pipe
 import headway as hw
 from headway import checkpoint
 from headway.checkpoint import Weights
-from headway.checkpoint.weights.loading import load_weights
+from headway.checkpoint.weights.loading import has_averages, load_weights
 from headway.errors import NoValidCheckpoint, StorageError, UsageError
 from headway.testing import ranks
 from headway.train import Fsdp, Pipeline, empty_parameters
@@ -305,3 +305,32 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Path, "open", refuse)  # root, who runs tests in containers, may read everything
     with pytest.raises(StorageError, match=r"could not read .*net.pt: Permission denied"):
         load_weights(Weights(tmp_path / "net.pt"), {"w": torch.zeros(1)}, model="net")
+
+
+class Ensemble(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_file_whose_names_begin_like_those_of_a_checkpoint(count: int, tmp_path: Path) -> None:
+    """A checkpoint of a pipeline has "models.net.first.weight"; a model may have a part of that name itself."""
+    state = Ensemble(count).state_dict()
+    save_file(state, tmp_path / "net.safetensors")
+    torch.save(state, tmp_path / "net.pt")
+    for name in ("net.safetensors", "net.pt"):
+        net = Ensemble(count)
+        Pipeline(root=tmp_path).register_model("net", net, init_from=tmp_path / name)
+        assert_same(net, state)
+
+
+def test_the_name_of_a_model_may_have_a_dot(tmp_path: Path) -> None:
+    first, second = ({"w": torch.full((3,), value)} for value in (1.0, 2.0))
+    state = {"models": {"net.a": first, "net.b": second}, "averages": {"net.b": {"w": torch.full((3,), 9.0)}}}
+    path = checkpoint.save(tmp_path, state, step=1)
+    for model, ema, value in (("net.a", None, 1.0), ("net.b", None, 2.0), ("net.b", True, 9.0)):
+        tensors = {"w": torch.zeros(3)}
+        load_weights(Weights(path, ema=ema), tensors, model=model)
+        assert tensors["w"].tolist() == [value] * 3
+    assert [has_averages(Weights(path), model, path) for model in ("net.a", "net.b")] == [False, True]
