@@ -11,6 +11,7 @@ from typing import TypeAlias, final
 
 import torch
 
+from headway.checkpoint.format.manifest import MANIFEST
 from headway.checkpoint.format.verification import read_save
 from headway.checkpoint.reader import TensorReader
 from headway.checkpoint.weights.readers import open_weights
@@ -82,7 +83,8 @@ def load_weights(
         before = read_save(path)
         try:
             with open_weights(path) as reader:
-                named = _renamed(_part(reader, weights, model, path), rename, path, known=tensors)
+                named = _part(reader, weights, model, path, known=tensors)
+                named = _renamed(named, rename, path, known=tensors)
                 if weights.ema:
                     named = _without_trained_twins(named, ties)
                 report, wanted = _match(reader, named, tensors, path, ties)
@@ -105,9 +107,15 @@ def load_weights(
             return reports[-1]  # otherwise a running training replaced or removed it: read again
 
 
-def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dict[str, str]:
+def _part(
+    reader: TensorReader, weights: Weights, model: str, path: Path, *, known: Collection[str]
+) -> dict[str, str]:
     """Returns name -> name in the source, for the tensors of one model."""
-    parts, wanted = _parts(reader, "models"), weights.model or model
+    wanted = weights.model or model
+    parts = _parts(reader, "models", wanted)
+    is_file = weights.model is None and not (path / MANIFEST).exists()
+    if is_file and any(name in known for name in reader.entries):
+        parts = []  # names of the model as they are, which may begin with "models.", too
     if not parts:  # a file, or a checkpoint that a script saved without a pipeline
         if weights.ema:
             raise UsageError(f"{path} has no averaged weights: pass ema=False")
@@ -133,15 +141,17 @@ def _part(reader: TensorReader, weights: Weights, model: str, path: Path) -> dic
 def has_averages(weights: Weights, model: str, path: Path) -> bool:
     """Returns whether a file or a checkpoint has averages of the weights that `load_weights` reads for this model."""
     with open_weights(path) as reader:
-        parts, wanted = _parts(reader, "models"), weights.model or model
+        wanted = weights.model or model
+        parts = _parts(reader, "models", wanted)
         if weights.model is None and wanted not in parts and len(parts) == 1:
             wanted = parts[0]
-        return wanted in _parts(reader, "averages")
+        return wanted in _parts(reader, "averages", wanted)
 
 
-def _parts(reader: TensorReader, kind: str) -> list[str]:
-    """Returns the models of which a checkpoint has `kind`: "models" or "averages"."""
-    return sorted({name.split(".")[1] for name in reader.entries if name.startswith(f"{kind}.")})
+def _parts(reader: TensorReader, kind: str, wanted: str) -> list[str]:
+    """Returns the models of which a checkpoint has `kind`: "models" or "averages"; the name `wanted` may have dots."""
+    names = _below(reader, f"{kind}.")
+    return sorted({wanted if name.startswith(f"{wanted}.") else name.split(".")[0] for name in names})
 
 
 def _below(reader: TensorReader, prefix: str) -> dict[str, str]:
