@@ -10,6 +10,7 @@ import pickle
 import random
 import sys
 import time
+import tracemalloc
 import warnings
 import zipfile
 from contextlib import suppress
@@ -245,3 +246,50 @@ def test_damaged_files_are_refused_in_words(tmp_path: Path, kind: str) -> None:
             outcomes.add("refused")
         assert set(sys.modules) == imported
     assert outcomes == {"shown", "refused"}
+
+
+def test_a_number_of_many_digits_is_no_name(tmp_path: Path) -> None:
+    """Python refuses to print it."""
+    state = {10**5000: torch.ones(2), "x": {10**5000: 1}}
+    torch.save(state, tmp_path / "x.pt")
+    assert [tensor.shape for tensor in read(tmp_path / "x.pt").tensors] == [(2,)]
+
+
+def storage_of(shape: bytes) -> bytes:
+    """A pickle of a dict with one tensor of floats, with these instructions for its shape."""
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b")\x89NtR"
+    return b"\x80\x02}X\x01\x00\x00\x00x" + tensor + b"s."
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_a_shape_that_no_tensor_has_is_refused(json_too: list[str], tmp_path: Path) -> None:
+    """Its number of elements could not be printed; that of a longer one would take hours to compute."""
+    good = archive(tmp_path / "good.pt", storage_of(b"(K\x03K\x04t"))
+    assert shown(good) == {"x": ("F32", (3, 4), 48)}
+    large = b"\x8a\xff" + b"\x7f" * 255  # an integer of 255 bytes
+    for number, shape in enumerate((large + b"\x85", b"(" + large + b"2" * 300 + b"t")):
+        path = archive(tmp_path / f"{number}.pt", storage_of(shape))
+        with pytest.raises(NoValidCheckpoint, match="has no valid shape"):
+            command.main(["show", str(path), *json_too])
+    huge = 10**4000
+    header = json.dumps({"x": {"dtype": "F4", "shape": [huge, huge], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(NoValidCheckpoint, match="is inconsistent"):
+        command.main(["show", str(tmp_path / "x.safetensors"), *json_too])
+
+
+@pytest.mark.parametrize("kind", ["itself", "long key"])
+def test_what_a_small_file_describes_takes_little_memory(kind: str, tmp_path: Path) -> None:
+    """Members were counted when they were looked at, not when they were listed: a hundred times all of them."""
+    items: list[Any] = [None] * 20_000
+    items[0] = items
+    value = items if kind == "itself" else {"k" * 20_000: [None] * 50_000}
+    path = archive(tmp_path / "x.pt", pickle.dumps(value, 2))
+    tracemalloc.start()
+    try:
+        with suppress(NoValidCheckpoint):
+            assert read(path).tensors == ()
+        assert tracemalloc.get_traced_memory()[1] < 250_000_000
+    finally:
+        tracemalloc.stop()
