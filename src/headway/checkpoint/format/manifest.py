@@ -23,6 +23,7 @@ ITEM_BYTES = {
     "U8": 1, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
 LARGEST_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of safetensors itself
+_MOST_ELEMENTS = (1 << 63) - 1  # of a tensor of torch
 
 _FILE = re.compile(r"[a-z0-9-]{1,64}\.(json|safetensors)")
 _SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n')
@@ -214,8 +215,18 @@ def _file_fact(name: str, value: object) -> FileChecksum:
 
 
 def are_sizes(values: Iterable[object]) -> bool:
-    """Returns whether all values are integers of at least 0, as in the shape of a tensor."""
-    return all(type(value) is int and value >= 0 for value in values)
+    """Returns whether all values are integers of at least 0, and not too large, as in the shape of a tensor.
+
+    Otherwise a few bytes could describe a number of elements that takes hours to compute, or that cannot be printed.
+    """
+    elements = 1
+    for value in values:
+        if type(value) is not int or value < 0:
+            return False
+        elements *= max(value, 1)
+        if elements > _MOST_ELEMENTS:
+            return False
+    return True
 
 
 def _are_numbers(values: dict[Any, Any]) -> bool:

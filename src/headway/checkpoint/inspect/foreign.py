@@ -13,6 +13,7 @@ import struct
 import zipfile
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +36,8 @@ _LARGEST_PICKLE_BYTES = 256 << 20
 _LARGEST_OLD_PICKLE_BYTES = 1 << 20  # only to recognize one; torch does not write them
 _MOST_NODES = 400_000
 _DEEPEST = 100
+_MOST_KEY_BITS = 256
+_LONGEST_KEY, _LONGEST_NAME = 1000, 2000  # characters; every member of a value has a name of its own
 _LEGACY_PICKLES = 4  # a magic number, a version, facts about the machine, the object
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _DICTS = (DICT, PickledName("collections", "OrderedDict"))
@@ -157,8 +160,10 @@ def _described(name: object, entry: object) -> TensorSummary:
 
 
 def _label(key: object) -> str:
-    """Returns a key as part of a name. Only strings and integers are printed: other objects may be huge."""
-    return str(key) if isinstance(key, str | int) else "?"
+    """Returns a key as part of a name. Only strings and integers up to a limit are printed: others may be huge."""
+    if isinstance(key, str):
+        return key[:_LONGEST_KEY]
+    return str(key) if isinstance(key, int) and key.bit_length() < _MOST_KEY_BITS else "?"
 
 
 def _tensor(name: str, dtype: str, shape: tuple[Any, ...]) -> TensorSummary:
@@ -170,20 +175,20 @@ def _tensor(name: str, dtype: str, shape: tuple[Any, ...]) -> TensorSummary:
 def _tensors_in(value: object, file: str) -> dict[str, TensorSummary]:
     """Returns the tensors in a pickled value. A small pickle can describe a huge value: there is a limit."""
     found: dict[str, TensorSummary] = {}
-    todo = [(value, "", 0)]
-    for _ in range(_MOST_NODES):
-        if not todo:
-            return found
+    todo, listed = [(value, "", 0)], 1
+    while todo:
         value, name, depth = todo.pop()
-        if depth > _DEEPEST:
-            break
         tensor = _as_tensor(value, name)
         if tensor is not None:
             found[name] = tensor
-        else:
-            inside = [(inner, _inside(name, key), depth + 1) for key, inner in _members(value)]
-            todo += reversed(inside)
-    raise DamagedCheckpoint(f"{file}: it describes more than can be shown")
+            continue
+        # counted before they are named: a value may hold itself, and a million others
+        members = list(islice(_members(value), _MOST_NODES))
+        listed += len(members)
+        if listed > _MOST_NODES or depth > _DEEPEST or len(name) > _LONGEST_NAME:
+            raise DamagedCheckpoint(f"{file}: it describes more than can be shown")
+        todo += [(inner, _inside(name, key), depth + 1) for key, inner in reversed(members)]
+    return found
 
 
 def _as_tensor(value: object, name: str) -> TensorSummary | None:
