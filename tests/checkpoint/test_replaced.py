@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +96,24 @@ def test_one_that_is_replaced_is_read_again(
     before(monkeypatch, module, name, lambda: replace(shelf))
     assert READERS[reader](shelf) == 3.0
     assert not list(shelf.glob("*.corrupt-*"))
+
+
+def test_a_directory_that_a_server_has_forgotten_is_not_mixed_with_a_later_one(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS, a removed directory is stale for who has it open; its path is that of the later save by then."""
+    real, todo = os.open, [replace]
+
+    def forget(path: Any, *args: Any, **options: Any) -> int:
+        if todo and str(path).endswith(".safetensors"):
+            todo.pop()(shelf)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, *args, **options)
+
+    before(monkeypatch, api, "_read", lambda: monkeypatch.setattr(os, "open", forget))
+    loaded = checkpoint.load(shelf / STEP)
+    assert not todo
+    assert loaded.state["value"] == loaded.state["models"]["net"]["a"][0].item() == 2.0
 
 
 @ranks(2)
