@@ -94,13 +94,29 @@ class CheckpointDirectory:
     def __init__(self, path: Path, *, announced: bool = False) -> None:
         self.path = path
 
-        def open_directory() -> int:
+        def open_directory() -> tuple[int, int]:
             return files.retry_until_visible(self._open) if announced else self._open()
 
-        self._fd = self.reading(path.name, open_directory)
+        self._fd, self._inode = self.reading(path.name, open_directory)
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    def _open(self) -> tuple[int, int]:
+        """Returns a descriptor of the directory, and its inode."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return fd, os.fstat(fd).st_ino
+        except OSError:
+            os.close(fd)
+            raise
+
+    def _reopen(self, name: str) -> None:
+        """Opens the directory again; `DamagedCheckpoint` if a later save has its path by now: two are never mixed."""
+        fresh, inode = self._open()
+        try:
+            if inode != self._inode:
+                raise DamagedCheckpoint(f"{name}: its directory was removed, and another has its path")
+            os.dup2(fresh, self._fd, inheritable=False)
+        finally:
+            os.close(fresh)
 
     def open(self, name: str) -> CheckpointFile:
         """Opens a file for reading."""
@@ -121,9 +137,7 @@ class CheckpointDirectory:
             fd = os.open(name, flags, dir_fd=self._fd)
         except OSError as error:
             if error.errno == errno.ESTALE:
-                fresh = self._open()
-                os.dup2(fresh, self._fd, inheritable=False)
-                os.close(fresh)
+                self._reopen(name)
             raise
         try:
             return fd, os.fstat(fd)
