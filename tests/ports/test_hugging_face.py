@@ -152,3 +152,20 @@ def test_all_that_was_trained_of_an_adapter_is_exported(tmp_path: Path) -> None:
         batch = tokens(5)[0]
         with torch.no_grad():
             assert exported(input_ids=batch).logits.equal(model.eval()(input_ids=batch).logits)
+
+
+def test_the_base_of_an_adapter_with_a_whole_head_is_found(tmp_path: Path) -> None:
+    """peft keeps the head of the base under another name, and trains a copy of it."""
+    peft = pytest.importorskip("peft")
+    base = make_directory(tmp_path / "hub").eval()
+    torch.manual_seed(12)
+    other = transformers.LlamaForCausalLM(make_config())
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(other, config)
+    pipe = hw.Pipeline(root=tmp_path)
+    pipe.register_model("lm", model, init_from=tmp_path / "hub")
+    report = pipe.registered_models["lm"].initial
+    assert report is not None and not report.left_over and all("lora_" in name for name in report.missing)
+    batch = tokens(5)[0]
+    with torch.no_grad():
+        assert model.eval()(input_ids=batch).logits.equal(base(input_ids=batch).logits)
