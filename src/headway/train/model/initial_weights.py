@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,10 @@ from headway.errors import UsageError
 from headway.run import Run, find_runs
 
 WeightsLike: TypeAlias = Weights | Run | str | os.PathLike[str]
+
+_IN_PEFT = re.compile(r"\.(base_layer|original_module)\.")
+"""what peft adds to the names of the base model"""
+_COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 @final
@@ -73,6 +78,8 @@ class InitialWeights:
             optional=_trained_and_frozen(module) if is_adapted(module) else (),
             required=empty,
         )
+        if is_adapted(module):
+            report = _fill_copies(tensors, report)
         module.load_state_dict(tensors, strict=False)
         dist.print_root(f"model {name}: {report}")
         return report
@@ -125,7 +132,7 @@ def _trained_and_frozen(module: nn.Module) -> list[set[str]]:
 
 def _with_adapters(rename: Rename | None, tensors: dict[str, Any]) -> Rename:
     """Returns a rename that also finds the tensors of the base model, whose names peft extends."""
-    longer = {name.removeprefix("base_model.model.").replace(".base_layer.", "."): name for name in tensors}
+    longer = {_IN_PEFT.sub(".", name.removeprefix("base_model.model.")): name for name in tensors}
 
     def find(name: str) -> str | None:
         if callable(rename):
@@ -136,6 +143,20 @@ def _with_adapters(rename: Rename | None, tensors: dict[str, Any]) -> Rename:
         return longer.get(name, name)
 
     return find
+
+
+def _fill_copies(tensors: Mapping[str, Tensor], report: WeightsReport) -> WeightsReport:
+    """Fills the modules that peft trains as a whole, such as a head, with the weights of the base that they copy."""
+    matched = set(report.matched)
+    bases = {name: _COPY.sub(".original_module.", name) for name in report.missing}
+    copies = {name: base for name, base in bases.items() if base in matched}
+    for name, base in copies.items():
+        tensors[name].copy_(tensors[base])
+    return replace(
+        report,
+        matched=(*report.matched, *copies),
+        missing=tuple(name for name in report.missing if name not in copies),
+    )
 
 
 def find_empty(name: str, module: nn.Module, *, given: bool) -> set[str]:
