@@ -153,7 +153,9 @@ def test_a_hang_names_the_ranks_that_had_ended_before(monkeypatch: pytest.Monkey
         monkeypatch.setattr(hub._hang_watch, "check", lambda *_: hanging.make_record(waiting, 3))
         hub._check_for_hang()
         hub._selector.close()
-    assert found[0]["error"].endswith("in the same place; rank 1 ended early (it returned, or called sys.exit)")
+    assert found[0]["error"].endswith(
+        "in the same place; rank 1 ended early (it returned, or called sys.exit)"
+    )
 
 
 # --- the pulse

@@ -169,8 +169,12 @@ def test_a_rank_that_gives_up_is_not_the_cause_those_that_did_not_come_are(
     hub.close()
     assert records[0]["kind"] == "exception", "an agent would explain a rank that vanished by its exit code"
     sentence = records[0]["sentence"]
-    assert re.match(r"2 of 3 ranks did not join within \d s: 0, 2; look at the start of their output", sentence)
-    assert format_cause(records[0], 3, None) == f"headway: {sentence}\n  raised by rank 1 of 3 on here (pid 1)\n"
+    assert re.match(
+        r"2 of 3 ranks did not join within \d s: 0, 2; look at the start of their output", sentence
+    )
+    assert (
+        format_cause(records[0], 3, None) == f"headway: {sentence}\n  raised by rank 1 of 3 on here (pid 1)\n"
+    )
 
 
 class EmptyStore:

@@ -214,5 +214,7 @@ def test_a_master_address_at_which_nobody_is_is_one_sentence(monkeypatch: pytest
         port = probe.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(RankFailure, match=rf"the ranks cannot meet at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(
+        RankFailure, match=rf"the ranks cannot meet at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT"
+    ):
         join._launchers_store(chosen(1, port), 2)

@@ -331,5 +331,7 @@ def test_products_of_a_few_layers_are_a_fraction_not_none() -> None:
 
 
 def test_a_value_below_a_wide_interval_is_no_lower_bound() -> None:
-    tiny = Quantity(value=1e-4, low=0.0, high=0.67, unit="share", formula="goodput of a machine that always fails")
+    tiny = Quantity(
+        value=1e-4, low=0.0, high=0.67, unit="share", formula="goodput of a machine that always fails"
+    )
     assert str(tiny) == "0.01 % (0.00 to 67.00)"

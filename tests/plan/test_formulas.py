@@ -236,7 +236,13 @@ def test_torch_keeps_inputs_that_it_gathered_along_the_sequence() -> None:
 def test_an_encoder_is_computed_again_as_the_decoder_is() -> None:
     """A full recomputation repeats one forward pass of all layers of both stacks: everything but the head."""
     model = Transformer(
-        layers=4, hidden=256, heads=4, vocab=1000, context=128, position="none", encoder=Encoder(layers=6, tokens=192)
+        layers=4,
+        hidden=256,
+        heads=4,
+        vocab=1000,
+        context=128,
+        position="none",
+        encoder=Encoder(layers=6, tokens=192),
     )
     forward = model_flops_per_token(model, 128, "full") / 3
     layout = Layout(sequence=128, recompute="full")
@@ -245,6 +251,10 @@ def test_an_encoder_is_computed_again_as_the_decoder_is() -> None:
     some = replace(layout, recompute_layers=2)
     alone = Transformer(layers=4, hidden=256, heads=4, vocab=1000, context=128, position="none")
     for plan in (layout, some, replace(layout, recompute="sac")):
-        of_decoder = hardware_flops_per_token(alone, 128, plan, "full") - model_flops_per_token(alone, 128, "full")
-        of_both = hardware_flops_per_token(model, 128, plan, "full") - model_flops_per_token(model, 128, "full")
+        of_decoder = hardware_flops_per_token(alone, 128, plan, "full") - model_flops_per_token(
+            alone, 128, "full"
+        )
+        of_both = hardware_flops_per_token(model, 128, plan, "full") - model_flops_per_token(
+            model, 128, "full"
+        )
         assert of_both > 1.5 * of_decoder

@@ -116,10 +116,16 @@ DEVICE = {"memory_GB": 80, "hbm_GBps": 2000, "bf16": 300}
         ({"search": {"gpus": 10**9 + 7, "global_batch": 8}}, "search.gpus is 1000000007"),
         ({"node": {"device": "a100-sxm-80", "cls": 1}}, "'cls' is not a valid key of node"),
         (
-            {"node": {"device": {**DEVICE, "peers": float("inf")}, "gpus": 8}, "layout": {"dp": 8, "global_batch": 8}},
+            {
+                "node": {"device": {**DEVICE, "peers": float("inf")}, "gpus": 8},
+                "layout": {"dp": 8, "global_batch": 8},
+            },
             "device.peers is inf; expected a number above 0 and at most 1e.18",
         ),
-        ({"node": {"device": {**DEVICE, "memory_GB": 1e300}}}, "device.memory_GB is 1e.300; expected a number"),
+        (
+            {"node": {"device": {**DEVICE, "memory_GB": 1e300}}},
+            "device.memory_GB is 1e.300; expected a number",
+        ),
         ({"calibration": {"measured": 5}}, "calibration.measured is 5; expected a list of constants"),
         ({"calibration": {"source": 5}}, "calibration.source is 5; expected text"),
         ({"model": {"hf": "a\0b"}}, "cannot read .*embedded null.*; give the path of a config.json"),

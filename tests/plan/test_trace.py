@@ -355,7 +355,7 @@ def test_a_rate_needs_a_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     small = TraceResult(parameters=1, allocated=1e9, reserved=1e9, kernel_counts={Kernel("mm", 1e12, 1): 1.0})
     monkeypatch.setattr(request, "trace_modules", lambda every, **_: [small for _ in every])
     plan = request.estimate_module(TraceSettings(factory="train:make"))
-    with pytest.raises(UsageError, match="has no samples per second.*batch size"):
+    with pytest.raises(UsageError, match=r"has no samples per second.*batch size"):
         plan.at_rate(12.5)
 
 

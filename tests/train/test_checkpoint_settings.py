@@ -279,7 +279,9 @@ def test_spoilt_weights_are_never_saved(tmp_path: Path) -> None:
     assert saved(pipe) == [0, 3]
 
 
-def test_a_rank_without_weights_takes_part_on_the_device_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_weights_takes_part_on_the_device_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """FSDP gives no row of a small model to some ranks; the collective of the others is on their device."""
     seen: list[torch.device] = []
 

@@ -634,7 +634,9 @@ def test_a_loop_of_ones_own_with_two_optimisers(tmp_path: Path) -> None:
 
 @alone
 @pytest.mark.parametrize("by", ["max_steps", "stop_stage"])
-def test_a_stage_that_has_made_its_last_step_takes_no_batch_of_its_next_dataset(by: str, tmp_path: Path) -> None:
+def test_a_stage_that_has_made_its_last_step_takes_no_batch_of_its_next_dataset(
+    by: str, tmp_path: Path
+) -> None:
     class InTurn(Stage):
         def run_epoch(self) -> None:
             for name in ("train", "more"):

@@ -379,7 +379,9 @@ def test_loaders_without_a_position_are_read_again(kind: str, cut: Any, tmp_path
         return TorchLoader(dataset(200 if kind == "limited" else SAMPLES), batch_size=BATCH, shuffle=True)
 
     limited = {"limit_train_batches": 11, "limit_val_batches": 2, "val_every": "4 steps"}
-    first: dict[str, Any] = {"val_at_start": True}  # a validation draws random numbers before the loader is opened
+    first: dict[str, Any] = {
+        "val_at_start": True
+    }  # a validation draws random numbers before the loader is opened
     settings: dict[str, Any] = {"limited": limited, "validated first": first}.get(kind, {})
     stages = [Traced(**settings), Traced(cut=cut, **settings), Traced(**settings)]
     golden = seeded(make(tmp_path / "golden", stages[0], loader=loader(), every=1))
@@ -621,7 +623,10 @@ class LogsGap(Callback):
 @alone
 def test_what_is_logged_between_a_log_point_and_a_save_counts_once(tmp_path: Path) -> None:
     results = []
-    for folder, cuts in (("golden", (None,)), ("cut", (6, 10, None))):  # saved after the validations of 4 and 8
+    for folder, cuts in (
+        ("golden", (None,)),
+        ("cut", (6, 10, None)),
+    ):  # saved after the validations of 4 and 8
         for number, cut in enumerate(cuts):
             pipe = make(tmp_path / folder, Traced(cut=cut, log_every=5, val_every="4 steps"), every=4)
             pipe.add_callback(LogsGap())

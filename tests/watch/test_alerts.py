@@ -217,7 +217,13 @@ def test_a_command_gets_an_error_that_is_not_utf_8(tmp_path: Path) -> None:
     """Names of files in an error may be any bytes; the end of a job passes its error on as it is."""
     alert = Alert.of(make_run(tmp_path), "failed", attempts=1, why="cannot read caf\udce9.png\0, nor \ud800")
     got = tmp_path / "got"
-    command = (sys.executable, "-c", "import sys; open(sys.argv[1], 'w').write(sys.argv[2])", str(got), "{subject}")
+    command = (
+        sys.executable,
+        "-c",
+        "import sys; open(sys.argv[1], 'w').write(sys.argv[2])",
+        str(got),
+        "{subject}",
+    )
     assert AlertChannels(command=command).send(alert) == []
     assert "caf\\udce9.png" in got.read_text() and "\0" not in got.read_text()
     assert AlertChannels(command=("tee", str(got))).send(alert) == []

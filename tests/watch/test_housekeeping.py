@@ -124,7 +124,9 @@ def test_what_runs_is_refused(run: Run, tmp_path: Path) -> None:
     assert run.path.exists() and not (tmp_path / "runs" / "archive").exists()
 
 
-def test_a_run_stays_locked_from_its_archive_to_its_removal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stays_locked_from_its_archive_to_its_removal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else what a start in between has written would be removed, and is not in the archive."""
     taken, lock = [], Run.lock
 

@@ -263,8 +263,9 @@ class Hub(threading.Thread):
                 f"{len(absent)} of {self._world_size} ranks did not join within {timeout_s:.0f} s: "
                 f"{shorten_list(absent)}; look at the start of their output, or raise setup_timeout"
             )
-            cause = {"kind": "exception", "error": sentence, "sentence": sentence, "hint": None}
-            self._on_failure(lost_rank_record(info) | cause)
+            record = lost_rank_record(info)
+            record |= {"kind": "exception", "error": sentence, "sentence": sentence, "hint": None}
+            self._on_failure(record)
 
     def _on_failure(self, record: FailureRecord) -> None:
         if not record["echo"]:

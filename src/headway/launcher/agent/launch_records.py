@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 from headway.dist.failure.record import FailureRecord
 from headway.errors import DONE
@@ -89,7 +89,8 @@ class LaunchRecords:
 
     def failure(self) -> FailureRecord | None:
         """The first cause that the ranks of the last round recorded."""
-        return read_json(self.last_round / FAILURE)
+        found = read_json(self.last_round / FAILURE)
+        return None if found is None else cast("FailureRecord", found)
 
     def preparations(self) -> dict[int, dict[str, Any]]:
         """The last record of each node that is being prepared for the ranks, by number."""

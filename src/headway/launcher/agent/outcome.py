@@ -57,13 +57,14 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
     """Returns the first cause that the ranks recorded, with the exit status that only their parent process has."""
     if files.is_listed(path):
         record: FailureRecord = parse_json(files.read_regular(path))
-        if record["kind"] == "vanished" and record["rank"] in ended:
-            status = ended[record["rank"]]
+        rank = record.get("rank")
+        if record["kind"] == "vanished" and rank is not None and rank in ended:
+            status = ended[rank]
             early = " while the others still worked" if status >= 0 else ""
             record |= {"error": describe_exit_status(status) + early, "hint": None}
             # the output of rank 0 is on the screen
-            if is_native_crash(status) and record["rank"] and record.get("failure_file"):
-                record["output"] = _end_of_log(Path(record["failure_file"]).parent, record["rank"])
+            if is_native_crash(status) and rank and (where := record.get("failure_file")):
+                record["output"] = _end_of_log(Path(where).parent, rank)
             if status in EXIT_CODES:
                 record["exit_code"] = status
             _complete(record)
@@ -105,10 +106,11 @@ def _end_of_log(run: Path, rank: int) -> str | None:
 
 def _complete(record: FailureRecord) -> None:
     """Replaces the record in the run directory, whose writer only saw that another rank was gone."""
-    if not record.get("failure_file"):
+    where = record.get("failure_file")
+    if not where:
         return
     try:
-        run = Run.open(Path(record["failure_file"]).parent).held_as(record.get("owner"))
+        run = Run.open(Path(where).parent).held_as(record.get("owner"))
         run.write_failure(record, overwrite=True)
     except HeadwayError as error:  # the disk may be what failed
         logger.error("the failure could not be recorded: %s", error)

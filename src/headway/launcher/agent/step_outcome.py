@@ -117,7 +117,9 @@ def _killed_agent(records: LaunchRecords, end: StepEnd, record: FailureRecord | 
     """Returns the outcome if a rank is gone because its agent was killed; `record` is the record of the rank."""
     if not record or record["kind"] != "vanished" or end.status is None or end.lost:
         return None
-    number = records.agent_of(record["rank"])
+    rank = record["rank"]
+    assert rank is not None, "only a hang has none"
+    number = records.agent_of(rank)
     return None if number not in records.missing() else _unrecorded(records, end, (number,), record)
 
 

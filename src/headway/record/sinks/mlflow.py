@@ -80,7 +80,9 @@ class Mlflow(Sink):
             made = self._client.create_run(experiment_id, tags=tags, run_name=self.run_name or run.id)
         self._id = made.info.run_id
         for setting, value in leaves(run_config(run)):
-            if (name := _valid_name(setting)) not in made.data.params:  # a server may go away between two of them
+            if (
+                name := _valid_name(setting)
+            ) not in made.data.params:  # a server may go away between two of them
                 self._client.log_param(self._id, name, str(value)[:500])
 
     def write(self, rows: Sequence[MetricRow]) -> None:
