@@ -359,13 +359,15 @@ def test_a_rate_needs_a_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.at_rate(12.5)
 
 
-def test_a_module_may_print_bytes_that_are_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_may_print_bytes_that_are_not_text(
+    cache: TraceCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nprintf 'caf\\351\\n' >&2\nexit 7\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
-    (found,) = request.trace_modules([TraceSettings(factory="train:make")])
-    assert found.error is not None and "ended with exit code 7: caf" in found.error
+    (found,) = cache._trace([TraceSettings(factory="train:make")], 60)
+    assert "ended with exit code 7: caf" in found["error"]
 
 
 def test_files_of_one_name_are_different_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def log_media(run: Run, *steps: int) -> None:
     with MediaWriter(run, MediaSettings(), world=world, attempt=1) as media:
         for step in steps:
             image = take_image(
-                torch.full((3, 2, 4), 50 * step, dtype=torch.uint8), caption="a cat", columns=None
+                torch.full((3, 2, 4), 50 * step % 256, dtype=torch.uint8), caption="a cat", columns=None
             )
             for name, content in (
                 ("val/x: y", image),

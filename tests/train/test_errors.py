@@ -54,6 +54,7 @@ def with_stage(stage: TrainValStage, loader: Any = None, *, epochs: int = 1) -> 
     def run(folder: Path) -> None:
         pipe = make_pipe(folder)
         pipe.register_dataset("train", Batches(3) if loader is None else loader)
+        pipe.register_dataset("val", Batches(1))
         pipe.append_stage(stage, max_epochs=epochs)
         pipe.run()
 
