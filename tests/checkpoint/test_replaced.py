@@ -116,6 +116,35 @@ def test_a_directory_that_a_server_has_forgotten_is_not_mixed_with_a_later_one(
     assert loaded.state["value"] == loaded.state["models"]["net"]["a"][0].item() == 2.0
 
 
+def test_a_directory_that_has_another_number_after_a_failover_is_not_damaged(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same save at the same path: it is read again, and not set aside."""
+    real, todo = os.open, [errno.ESTALE]
+
+    def forget(path: Any, *args: Any, **options: Any) -> int:
+        if todo and str(path).endswith(".safetensors"):
+            shutil.copytree(shelf / STEP, shelf / "copy")
+            shutil.rmtree(shelf / STEP)
+            (shelf / "copy").rename(shelf / STEP)
+            raise OSError(todo.pop(), os.strerror(errno.ESTALE))
+        return real(path, *args, **options)
+
+    before(monkeypatch, verification, "check_files", lambda: monkeypatch.setattr(os, "open", forget))
+    loaded = checkpoint.load_latest(shelf)
+    assert not todo and loaded is not None and loaded.state["value"] == 1.0
+    assert not list(shelf.glob("*.corrupt-*"))
+
+
+def test_a_file_of_weights_that_this_node_lacks_is_not_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, which chooses the path, has it on the disk of its own node."""
+    monkeypatch.setattr(Weights, "locate", lambda _: tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="model.safetensors"):
+        load_weights(Weights(tmp_path), {"a": torch.zeros(4)}, model="net")
+
+
 @ranks(2)
 def test_ranks_never_read_parts_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is through with the old one when rank 1 opens the new one."""

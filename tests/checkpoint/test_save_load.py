@@ -506,6 +506,9 @@ def test_all_that_read_a_run_find_what_was_saved_there_before(tmp_path: Path) ->
     assert checkpoint.Weights(run.path).locate() == own
     assert overview.find(run.path) == [own]
     assert [each.path for each in overview.list_all(run.path)] == [own]
+    usual = checkpoint.save(run, {"x": torch.ones(1)}, step=2)
+    assert checkpoint.Weights(run.path).locate() == usual, "those of the run come first"
+    assert overview.find(run.path) == [usual]
 
 
 def test_who_may_read_only_the_checkpoints_of_a_run_loads_them(

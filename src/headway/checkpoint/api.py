@@ -18,6 +18,7 @@ from headway.checkpoint.format.directory import (
     CheckpointDirectory,
     CheckpointRoot,
     DamagedCheckpoint,
+    MovedCheckpoint,
     has_checkpoints,
     list_steps,
     resolve_root,
@@ -275,6 +276,8 @@ def _load(path: Path, save: str | None, state: _Destinations) -> LoadedCheckpoin
                 if manifest.save != save:
                     return _REPLACED
                 results.append(_read(directory, manifest, wanted))
+        except MovedCheckpoint:
+            return _REPLACED
         except DamagedCheckpoint as problem:
             return str(problem)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 from collections.abc import Mapping
@@ -27,7 +28,9 @@ def has_info(path: Path) -> bool:
     """Returns whether a directory is a run directory; also True if this user may not look into it."""
     try:
         return RunPaths(path=path).info_file.exists()
-    except OSError:  # also another user's link to a name that no file can have
+    except OSError as error:  # also another user's link to a name that no file can have
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+            raise
         return True
 
 

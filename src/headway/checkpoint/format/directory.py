@@ -43,6 +43,11 @@ class DamagedCheckpoint(ValueError):
 
 
 @final
+class MovedCheckpoint(DamagedCheckpoint):
+    """Raised when another directory has the path of a checkpoint by now: it must be read from the start."""
+
+
+@final
 class CheckpointFile:
     """An open file of a checkpoint. A read that fails temporarily is retried; it never counts as damage."""
 
@@ -109,11 +114,11 @@ class CheckpointDirectory:
             raise
 
     def _reopen(self, name: str) -> None:
-        """Opens the directory again; `DamagedCheckpoint` if a later save has its path by now: two are never mixed."""
+        """Opens the directory again; `MovedCheckpoint` if another has its path by now: two saves are never mixed."""
         fresh, inode = self._open()
         try:
             if inode != self._inode:
-                raise DamagedCheckpoint(f"{name}: its directory was removed, and another has its path")
+                raise MovedCheckpoint(f"{name}: its directory was removed, and another has its path")
             os.dup2(fresh, self._fd, inheritable=False)
         finally:
             os.close(fresh)
@@ -170,15 +175,18 @@ def resolve_root(where: CheckpointRoot) -> tuple[Path, str]:
     """Returns the directory of all checkpoints, and the owner whose unfinished saves may be removed in it."""
     if isinstance(where, Run):
         return where.checkpoints_dir, where.id
-    return checkpoints_at(Path(where).absolute()), "path"
+    path = Path(where).absolute()
+    # an earlier version saved to the directory of a run itself if given its path
+    return (path if has_info(path) and _has_own(path) else checkpoints_at(path)), "path"
 
 
 def checkpoints_at(path: Path) -> Path:
     """Returns the directory of checkpoints at a path: that of a run, or the path itself."""
     if not has_info(path):
         return path
+    usual = RunPaths(path=path).checkpoints_dir
     # an earlier version saved to the directory of a run itself if given its path
-    return path if _has_own(path) else RunPaths(path=path).checkpoints_dir
+    return path if not list_steps(usual) and _has_own(path) else usual
 
 
 def list_steps(parent: Path) -> list[int]:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
+from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, MovedCheckpoint
 from headway.checkpoint.format.manifest import INDEX, Manifest, read_document, read_index, read_manifest
 
 _MOST_TRIES = 4
@@ -36,6 +36,8 @@ def check(path: Path, *, rank: int = 0, size: int = 1) -> tuple[str | None, list
             manifest = read_manifest(directory)
             save, names = manifest.save, list(manifest.files)[rank::size]
             return save, find_problems(directory, manifest, names)
+    except MovedCheckpoint as problem:
+        return None, [str(problem)]  # of which save is unknown: callers check again
     except DamagedCheckpoint as problem:
         return save, [str(problem)]
 
@@ -60,6 +62,8 @@ def check_files(directory: CheckpointDirectory, manifest: Manifest, names: Colle
     for name in names:
         try:
             size, crc = _measure(directory, name)
+        except MovedCheckpoint:
+            raise
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
             continue
@@ -80,6 +84,8 @@ def check_contents(directory: CheckpointDirectory, manifest: Manifest, names: Co
                 read_index(directory, manifest)
             elif name.endswith(".json"):
                 read_document(directory, manifest, name)
+        except MovedCheckpoint:
+            raise
         except DamagedCheckpoint as problem:
             problems.append(str(problem))
     return problems

@@ -18,6 +18,7 @@ from headway.checkpoint.weights.readers import open_weights
 from headway.checkpoint.weights.source import Weights
 from headway.dist.collective.exchange import RankExchange
 from headway.errors import NoValidCheckpoint, UsageError
+from headway.run.paths import step_of
 from headway.system.text import shorten_list
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
@@ -94,7 +95,8 @@ def load_weights(
                     reader.fill(wanted)
                 reports.append(report)
         except (NoValidCheckpoint, UsageError):
-            if not os.path.lexists(path):
+            # training removes only checkpoints; a file may be missing on this node alone
+            if step_of(path.name) is not None and not os.path.lexists(path):
                 return [before, _REMOVED]
             if read_save(path) == before:
                 raise

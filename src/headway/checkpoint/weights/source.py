@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, final
 
 from headway.checkpoint.api import verify_on_all_ranks
-from headway.checkpoint.format.directory import list_steps, resolve_root, step_dir
+from headway.checkpoint.format.directory import checkpoints_at, list_steps, step_dir
 from headway.checkpoint.format.manifest import MANIFEST
 from headway.checkpoint.inspect.listing import find_best
 from headway.dist.collective.exchange import RankExchange
@@ -98,7 +98,7 @@ class Weights:
         if (path / MANIFEST).exists():
             return "checkpoint", str(path)
         if has_info(path):
-            return "run", str(resolve_root(self.source)[0])
+            return "run", str(checkpoints_at(path))
         if path.is_dir() and list_steps(path):
             return "run", str(path)
         if self.at != "last":
