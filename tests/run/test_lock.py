@@ -248,9 +248,13 @@ def test_a_job_that_is_over_is_replaced_though_a_file_server_keeps_its_flock(
     squeue.write_text("#!/bin/sh\necho NODE_FAIL\n")
     squeue.chmod(0o755)
     path = {"PATH": f"{squeue.parent}:{os.environ['PATH']}", "SLURM_CLUSTER_NAME": "big"}
-    there, here = start("container", **path, SLURM_JOB_ID="7"), start("here", **path, SLURM_JOB_ID="8")
+    there = start("container", **path, SLURM_JOB_ID="7")
+    early, here = (start("here", patience=2, **path, SLURM_JOB_ID=job) for job in ("8", "9"))
     there.tell("take")
+    assert "is in use by" in early.tell("take"), "a shell may outlive the job whose variables it has"
+    there.kill(signal.SIGSTOP)
     assert here.tell("take") == "held None"
+    there.kill(signal.SIGCONT)
     assert there.process.wait(timeout=180) == RunLocked.exit_code, "should it live after all"
 
 

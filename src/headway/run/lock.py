@@ -239,7 +239,7 @@ def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float
     flock = FileLock.open(directory / "flock")
     try:
         number, note = _newest(directory), None
-        if not _try_flock(flock) and not _is_over(directory, number, me):
+        if not _try_flock(flock) and not _is_over(directory, number, me, silence_s):
             raise _in_use(directory, number)
         while True:
             if number:
@@ -252,15 +252,21 @@ def _acquire(directory: Path, attempt: int, silence_s: float, heartbeat_s: float
         raise
 
 
-def _is_over(directory: Path, number: int, me: Owner) -> bool:
-    """Returns whether the owner is an earlier start of our own job, or belongs to a job that is over.
+def _is_over(directory: Path, number: int, me: Owner, silence_s: float) -> bool:
+    """Returns whether the owner is an earlier start of our own job, or belongs to a job that is over, and is silent.
 
-    It may live on a node that the scheduler gave up, and a file server keeps the lock of a node that has crashed.
+    It may live on a node that the scheduler gave up, and a file server keeps the lock of a node that has crashed. But a
+    shell may outlive the job whose variables it has.
     """
     owner = _read_owner(directory, number)
     if owner is None:
         return False
-    return schedulers.is_earlier_start(owner.job, me.job) or schedulers.is_gone(owner.job, me.job) is True
+    if schedulers.is_earlier_start(owner.job, me.job):
+        return True
+    if schedulers.is_gone(owner.job, me.job) is not True:
+        return False
+    time.sleep(silence_s)
+    return _read_owner(directory, number) == owner
 
 
 def _taken_over(directory: Path, taker: Owner | None) -> str:

@@ -264,7 +264,8 @@ class Hub(threading.Thread):
                 f"{shorten_list(absent)}; look at the start of their output, or raise setup_timeout"
             )
             record = lost_rank_record(info)
-            record |= {"kind": "exception", "error": sentence, "sentence": sentence, "hint": None}
+            # of the kind vanished: if a node is lost meanwhile, the job is worth another start
+            record |= {"error": sentence, "sentence": sentence, "hint": None}
             self._on_failure(record)
 
     def _on_failure(self, record: FailureRecord) -> None:

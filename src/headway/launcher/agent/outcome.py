@@ -58,7 +58,8 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
     if files.is_listed(path):
         record: FailureRecord = parse_json(files.read_regular(path))
         rank = record.get("rank")
-        if record["kind"] == "vanished" and rank is not None and rank in ended:
+        explained = record["kind"] != "vanished" or bool(record.get("sentence"))
+        if not explained and rank is not None and rank in ended:
             status = ended[rank]
             early = " while the others still worked" if status >= 0 else ""
             record |= {"error": describe_exit_status(status) + early, "hint": None}
