@@ -141,7 +141,7 @@ def test_a_file_of_weights_that_this_node_lacks_is_not_looked_for_again(
 ) -> None:
     """Rank 0, which chooses the path, has it on the disk of its own node."""
     monkeypatch.setattr(Weights, "locate", lambda _: tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match="model.safetensors"):
+    with pytest.raises(UsageError, match=r"model\.safetensors"):
         load_weights(Weights(tmp_path), {"a": torch.zeros(4)}, model="net")
 
 

@@ -31,6 +31,7 @@ from headway.train.metrics.epoch_metrics import AddedMetrics, EpochMetric, check
 from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
 from headway.train.model.losses import RecentLosses
+from headway.train.resume.positions import splits_evenly
 from headway.train.resume.replay import note_batch, read_stand_in
 from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import find_unregistered
@@ -266,7 +267,7 @@ class LoopState:
         progress.loader = loader
         progress.skip = 0 if isinstance(loader, StatefulObject) else progress.batches_given
         self._passes_begun += 1
-        if progress.ranks_changed:
+        if progress.ranks_changed and not splits_evenly(loader):
             lengths = None  # of whole passes: they do not tell what is left of this one
         self.run.timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
         if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:

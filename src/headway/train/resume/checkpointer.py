@@ -205,6 +205,8 @@ class Checkpointer:
         since the resumed run repeats it.
         """
         self._before_validation = self.rank_state.capture()
+        if since := self._before_validation["local"]["since_log_point"]:
+            since["logged"] = []  # the resumed run holds this log point again
         if self.run.media:
             self.run.media.save_point(self.run.steps_done)
         self._lead_time.pause()

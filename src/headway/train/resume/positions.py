@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from headway import data, dist
 from headway.checkpoint import LoadedCheckpoint
@@ -113,6 +113,11 @@ def _restore_since_log_point(stage: LoopState, state: Mapping[str, Any] | None) 
 def is_global(loader: object) -> bool:
     """Whether a loader has one position for all ranks together."""
     return isinstance(loader, data.DataLoader | data.ShardLoader) and not loader.per_rank
+
+
+def splits_evenly(loader: object) -> bool:
+    """Whether all ranks have equally many batches left at any position: in a shuffled order no rank has fewer."""
+    return is_global(loader) and bool(cast("StatefulObject", loader).state_dict().get("shuffle"))
 
 
 def per_rank_batch_size(loader: object) -> int | None:
