@@ -16,7 +16,7 @@ import pytest
 import warm
 from waiting import EXIT_LIMIT_S, check_duration, has_ended, wait_until
 
-from headway.dist.control import channel
+from headway.dist.control import channel, signals
 from headway.dist.control.failure_handler import FailureHandler
 from headway.dist.environment import LaunchEnvironment
 from headway.dist.failure import capture
@@ -322,6 +322,7 @@ def test_a_rank_whose_output_nobody_reads_ends_with_the_others(
     monkeypatch.setattr(capture, "exit_within", lambda *_: None)
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.delenv("HEADWAY_RENDEZVOUS", raising=False)
+    monkeypatch.setattr(signals, "ignore_termination", lambda: None)  # of this process
     monkeypatch.setattr(sys, "stderr", Unread())
     handler = FailureHandler(LaunchEnvironment(launcher="srun", rank=2, world_size=3, node="n1"), print)
     record = capture.exception_record(ValueError("the cause"), None, 0) | {"exit_code": 7}
@@ -329,3 +330,22 @@ def test_a_rank_whose_output_nobody_reads_ends_with_the_others(
     if not isinstance(sys.stderr, Unread):
         sys.stderr.close()
     assert ended == [7]
+
+
+def test_the_rank_whose_record_is_the_first_prints_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 is silent. torchrun ends the others when the first of them exits, whichever that is."""
+    monkeypatch.setattr(capture, "hard_exit", lambda _, words="": print(words, file=sys.stderr))
+    monkeypatch.setattr(signals, "ignore_termination", lambda: None)  # of this process
+    monkeypatch.delenv("HEADWAY_RENDEZVOUS", raising=False)
+    run = Run.create(tmp_path)
+    for rank in (2, 1):
+        handler = FailureHandler(
+            LaunchEnvironment(launcher="torchrun", rank=rank, world_size=3, node="n1"), print
+        )
+        handler.run = run
+        handler._exit_without_hub(capture.exception_record(ValueError("the cause"), None, 0))
+        said = capfd.readouterr().err
+        assert ("failed" in said and f"record: {run.failure_file}" in said) is (rank == 2), said
+        assert ("rank 1 stops because" in said) is (rank == 1), said

@@ -50,6 +50,7 @@ class FailureHandler:
         self.terminal: int | None = None
         """the screen's file descriptor, while this rank's stderr goes to its log file"""
         self._agent_has_record = False  # and so prints it
+        self._is_first: bool | None = None  # whether the run's record is this rank's; None if there is none
         self.callbacks: list[Callable[[FailureRecord], None]] = []
         """called by rank 0 with the first cause, before the ranks exit"""
 
@@ -127,8 +128,11 @@ class FailureHandler:
         self._exit_without_hub(hang.make_record(statuses, self._launch.world_size))
 
     def _exit_without_hub(self, record: FailureRecord) -> None:
+        signals.ignore_termination()  # torchrun ends the other ranks as soon as one has exited
         where, words = self._write(record), ""
-        if self._launch.rank == 1 and not self._agent_has_record:  # exactly one rank must print it
+        # exactly one rank must print it: the one whose record is the run's
+        prints = self._launch.rank == 1 if self._is_first is None else self._is_first
+        if prints and not self._agent_has_record:
             text = format_cause(record, self._launch.world_size, where)
             with suppress(OSError):  # nobody reads it
                 os.write(self.terminal if self.terminal is not None else 2, text.encode())
@@ -156,7 +160,9 @@ class FailureHandler:
                 self._agent_has_record = True
         if run is not None:
             with _logging_trouble():
-                if run.write_failure(record) or run.failure_file.exists():
+                is_first = run.write_failure(record)
+                if is_first or run.failure_file.exists():
+                    self._is_first = is_first
                     return run.failure_file
         return None
 
