@@ -65,9 +65,8 @@ class TensorBoard(Sink):
             self._restarted |= self._restarts.observe(row)
             self._begin_session(row["step"])
         elif row["kind"] != "checkpoint":  # which may come late
-            self._begin_session(
-                row["step"] + 1
-            )  # it follows the log point of its step, and does not repeat it
+            # it follows the log point of its step, and does not repeat it
+            self._begin_session(row["step"] + 1)
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in scalars(row).items()

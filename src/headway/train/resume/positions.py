@@ -64,9 +64,8 @@ class RankState:
             for stage in self._run.stage_states:
                 if stage.status.in_epoch:
                     restore_pass_states(stage.passes, local["passes"])
-                    _restore_since_log_point(
-                        stage, local.get("since_log_point")
-                    )  # older checkpoints have none
+                    # older checkpoints have none
+                    _restore_since_log_point(stage, local.get("since_log_point"))
             return
         for stage in self._run.stage_states:
             for each in stage.passes:
