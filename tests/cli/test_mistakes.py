@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import py_compile
 import re
 import shlex
 import subprocess
@@ -298,3 +299,25 @@ def test_the_commands_that_messages_advise_exist() -> None:
     # "never" is not a verb: a sentence begins so
     assert [(word, name) for word, name in sorted(advised) if word not in {*VERBS, "never"}] == []
     assert len(advised) > 20, "messages were found"
+
+
+def test_commands_work_where_their_source_cannot_be_read(tmp_path: Path) -> None:
+    """Help is read from the source, which another user's installation, or one of compiled files, does not show."""
+    source = tmp_path / "options.py"
+    source.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Options:\n"
+        "    steps: int = 3\n"
+        "    '''steps'''\n"
+    )
+    py_compile.compile(str(source), cfile=str(tmp_path / "options.pyc"))
+    source.unlink()
+    script = (
+        "from options import Options; from headway.cli.parser import parse; "
+        "print(parse(Options, ['--steps', '5'], verb='some verb'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("Options(steps=5)\n", "")

@@ -351,16 +351,16 @@ def _make(settings: type[T], given: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def field_docstrings(settings: type[Any]) -> dict[str, str]:
-    """Returns the docstring below each field of a dataclass and its bases."""
+    """Returns the docstring below each field of a dataclass and its bases; none where there is no source to read."""
     texts: dict[str, str] = {}
     for each in reversed(settings.__mro__):
         if is_dataclass(each):
-            (body,) = (
-                node.body
-                for node in ast.parse(dedent(inspect.getsource(each))).body
-                if isinstance(node, ast.ClassDef)
-            )
-            for field, below in pairwise(body):
+            try:
+                (node,) = ast.parse(dedent(inspect.getsource(each))).body
+            except OSError:  # an installation of compiled files only, or of another user
+                continue
+            assert isinstance(node, ast.ClassDef)
+            for field, below in pairwise(node.body):
                 if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
                     texts[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(below.value))
     return {name: text.replace("%", "%%") for name, text in texts.items()}
