@@ -7,6 +7,7 @@ process that a later test starts take itself for one of its ranks.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Generator
@@ -15,8 +16,8 @@ from typing import Any
 
 import pytest
 
-_OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "CUDA_DEVICE_MAX_CONNECTIONS"}
-"""that of pytest, and one that a process sets once, before CUDA starts"""
+_OTHERS_VARIABLES = re.compile("PYTEST_CURRENT_TEST|CUDA_DEVICE_MAX_CONNECTIONS|(TORCHINDUCTOR|TRITON)_.*")
+"""that of pytest, one that a process sets once, before CUDA starts, and those of torch.compile"""
 _OTHERS_SIGNALS = {signal.SIGALRM, signal.SIGCHLD}
 """those of pytest-timeout, and of the first torch loader with workers, which keeps its handler"""
 _before = pytest.StashKey[dict[str, object]]()
@@ -44,7 +45,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 def _state() -> dict[str, object]:
     state: dict[str, object] = {
-        f"${name}": os.environ.get(name) for name in os.environ.keys() - _OTHERS_VARIABLES
+        f"${name}": value for name, value in os.environ.items() if not _OTHERS_VARIABLES.fullmatch(name)
     }
     state["working directory"] = Path.cwd()
     state["sys.excepthook"] = sys.excepthook
