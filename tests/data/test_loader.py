@@ -407,6 +407,19 @@ def test_persistent_workers_end_with_their_loader() -> None:
     check_duration(time.monotonic() - began, 9, "the worker had ended (10 s if references form a ring)")
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_closing_a_loader_ends_its_loop_as_break_does(workers: int) -> None:
+    closed, left = (
+        DataLoader(Numbers(10), batch_size=2, num_workers=workers, shuffle=True) for _ in range(2)
+    )
+    for _ in closed:
+        closed.close()
+    for _ in left:
+        break
+    assert closed.state_dict() == left.state_dict()
+    assert rows(closed) == rows(left) and len(rows(closed)) == 5
+
+
 class Shielded(Numbers):
     """Tells whether stop signals were held back when it arrived in its worker, before anything could ignore them."""
 

@@ -100,6 +100,7 @@ class DataLoader:
             persistent=persistent_workers,
         )
         self._loops, self._restored, self._counters, self._pinned = 0, False, Counters(), pin_memory
+        self._closed = 0  # the number of the loop that `close` has ended
         self._torch_iterator: Callable[[], object] = lambda: None
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(
             **self._cursor.torch_arguments(),
@@ -135,12 +136,14 @@ class DataLoader:
         cursor = self._cursor
         batches = open_workers(self._torch)
         self._torch_iterator = weakref.ref(batches)  # the iterator ends its workers when the loop drops it
-        while True:
+        while self._closed != number:
             began = time.perf_counter()
             loaded = next(batches, _END)
             waited = Span("wait", threading.get_native_id(), began, time.perf_counter())
             if loaded is _END:
-                break
+                if self._loops == number:
+                    cursor.begin_epoch(cursor.epoch + 1)
+                return
             if self._loops != number:
                 raise UsageError(
                     "another loop over this DataLoader has begun, and a loader has one position: "
@@ -154,8 +157,6 @@ class DataLoader:
             self._counters.batches += 1
             self._counters.add(waited)
             yield batch
-        if self._loops == number:
-            cursor.begin_epoch(cursor.epoch + 1)
 
     def load_samples(self, samples: Sequence[int]) -> Any:
         """Loads the batch of these samples in this process; the position does not change."""
@@ -166,7 +167,8 @@ class DataLoader:
         return self._cursor.load_samples(samples)
 
     def close(self) -> None:
-        """Ends the worker processes of the loop in progress, and persistent ones. The next loop starts new ones."""
+        """Ends the loop in progress, as a `break` does, and all worker processes. The next loop starts new ones."""
+        self._closed = self._loops
         iterator = self._torch_iterator()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             iterator._shutdown_workers()
