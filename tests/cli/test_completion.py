@@ -64,6 +64,15 @@ def test_bash_completes_verbs_options_choices_and_runs(commands: list[Command], 
     )
 
 
+def test_names_of_others_are_not_executed(commands: list[Command], tmp_path: Path) -> None:
+    """In a shared root, others may make directories of any name, and compgen expands its words."""
+    for name in ("$(touch${IFS}pwned)", "`touch${IFS}pwned`", "$(touch pwned)", "digits-x7k2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    offered = complete(write_bash(commands), ["headway watch dig", "headway compare digits-x7k2 "], tmp_path)
+    assert not (tmp_path / "pwned").exists()
+    assert offered == [["digits-x7k2"]] * 2
+
+
 def options_in_help(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
     """The long options on the page of help of a verb."""
     with suppress(SystemExit):  # argparse leaves, groups return

@@ -25,6 +25,9 @@ The script contains all verbs, options and choices, and starts no Python. Print 
 
 _BASH = """\
 # Completion of headway {version} for bash, by: headway completion bash
+_headway_runs() {{  # only names of runs: compgen expands its words, and executes a name such as $(id)
+    command ls runs 2> /dev/null | LC_ALL=C grep -xE "[A-Za-z0-9_][A-Za-z0-9._-]*"
+}}
 _headway() {{
     local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} key='' at=1 word
     local verbs='' options='' valued='' runs='' script=''
@@ -61,7 +64,7 @@ _headway() {{
     else
         if ((at == COMP_CWORD)); then mapfile -t COMPREPLY < <(compgen -W "$verbs" -- "$cur"); fi
         if [[ $runs ]]; then
-            mapfile -t -O ${{#COMPREPLY[@]}} COMPREPLY < <(compgen -W "$(ls runs 2> /dev/null)" -- "$cur")
+            mapfile -t -O ${{#COMPREPLY[@]}} COMPREPLY < <(compgen -W "$(_headway_runs)" -- "$cur")
         fi
     fi
 }}
@@ -161,7 +164,7 @@ def _bash_values(commands: Sequence[Command]) -> Iterator[str]:
     for command, option in _with_values(commands):
         offered = {
             "directory": 'compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$cur")',
-            "run": 'mapfile -t COMPREPLY < <(compgen -W "$(ls runs 2> /dev/null)" -- "$cur")',
+            "run": 'mapfile -t COMPREPLY < <(compgen -W "$(_headway_runs)" -- "$cur")',
             "choice": f'mapfile -t COMPREPLY < <(compgen -W {shlex.quote(" ".join(option.choices))} -- "$cur")',
         }[option.value]
         yield f"        {_patterns(command, option)}) {offered}; return ;;"
@@ -188,7 +191,7 @@ def _zsh_values(commands: Sequence[Command]) -> Iterator[str]:
     for command, option in _with_values(commands):
         offered = {
             "directory": "_files -/",
-            "run": "compadd runs/*(N:t)",
+            "run": "compadd -- runs/*(N:t)",
             "choice": f"compadd {shlex.join(option.choices)}",
         }[option.value]
         yield f"        {_patterns(command, option)}) {offered}; return ;;"
