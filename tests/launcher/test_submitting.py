@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def test_the_job_file_holds_what_was_meant_for_the_ranks(tmp_path: Path) -> None
     assert run.job_file.stat().st_mode & 0o077 == 0
     around = program.environment({"PYTHONPATH": "/mine", "A": "other"})
     assert around == {"PYTHONPATH": "/code:/mine", "A": "'\"$"}
+    own = replace(program, env={"PYTHONPATH": "/own"})
+    assert own.environment({"PYTHONPATH": "/mine"}) == {"PYTHONPATH": "/code:/own"}, "the copy of the code is first"
     run.job_file.write_text("{")
     with pytest.raises(UsageError, match=r"job\.json cannot be read"):
         JobFile.read(run)
