@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.errors import HeadwayError
+from headway.interpreter import module_command
 
-_PROGRAMS = {"headway": [sys.executable, "-m", "headway"], "python": [sys.executable]}
+_PROGRAMS = {"headway": module_command("headway"), "python": [sys.executable]}
 """of this installation, which need not be on the PATH"""
 
 

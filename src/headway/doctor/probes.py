@@ -9,7 +9,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from headway.interpreter import module_command, module_environment
 
 _PROGRAM_TIMEOUT_S = 10.0
 _CANARY_TIMEOUT_S = 180.0
@@ -146,11 +147,17 @@ def run_canary(nproc: int, device: str) -> dict[str, Any]:
     """Starts ranks on this machine that test their links; returns the result. RuntimeError if the job fails."""
     with tempfile.TemporaryDirectory(prefix="headway-") as directory:
         file = Path(directory, "interconnect.json")
-        command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc)]
+        command = module_command("headway", "run", "--nproc", str(nproc))
         command += ["-m", "headway.doctor.canary", str(file), device]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_CANARY_TIMEOUT_S, check=False
+                command,
+                cwd=directory,  # from which -m imports first
+                env=module_environment(),
+                capture_output=True,
+                text=True,
+                timeout=_CANARY_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"no result after {_CANARY_TIMEOUT_S:.0f} s") from None

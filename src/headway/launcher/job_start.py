@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from headway.errors import UsageError
+from headway.interpreter import module_command, module_environment
 from headway.launcher.code import snapshot
 from headway.launcher.enqueue import check_target, keeping_end, set_end_aside, submit_runs
 from headway.launcher.program import JobFile, Program, worker_command
@@ -33,7 +33,8 @@ def in_background(run: Run, cwd: Path) -> None:
         log = files.open_private(run.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "headway.launcher.functions.background", str(run.path)],
+                module_command("headway.launcher.functions.background", str(run.path)),
+                env=module_environment(),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, final
 
 from headway.errors import UsageError
+from headway.interpreter import module_command
 from headway.launcher import targets
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
@@ -43,8 +44,9 @@ class Program:
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Returns `environ` with the command's own variables added."""
+        environ = {**environ, **self.env}  # a PYTHONPATH among them must not hide the copy of the code
         path = [*self.python_path, *filter(None, [environ.get("PYTHONPATH")])]
-        return {**environ, **({"PYTHONPATH": os.pathsep.join(path)} if path else {}), **self.env}
+        return environ | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
 
 
 @final
@@ -127,4 +129,4 @@ def python_command(script: str, args: Sequence[str], *, module: bool = False) ->
 
 def worker_command(run: Run) -> list[str]:
     """Returns the command line of a rank that calls the function of a run."""
-    return [sys.executable, "-P", "-m", "headway.launcher.functions.worker", str(run.path)]
+    return module_command("headway.launcher.functions.worker", str(run.path))

@@ -20,6 +20,7 @@ from types import FrameType
 from headway.data.cache.staging import stage
 from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import DONE, TERMINATED, HeadwayError, Stopped, UnfitNodes
+from headway.interpreter import module_command
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.node import team_of
 from headway.launcher.agent.team import Team
@@ -102,8 +103,7 @@ def _recording_preparation(team: Team, host: str) -> Iterator[None]:
 
 def examination_command(run: Run, data: Sequence[str] = ()) -> list[str]:
     """Returns the command of the ranks that examine the nodes of a job before, or instead of, its own ranks."""
-    module = [sys.executable, "-P", "-m", "headway.doctor.examination"]
-    return [*module, str(run.doctor_file), *data]
+    return module_command("headway.doctor.examination", str(run.doctor_file), *data)
 
 
 def _examine(run: Run, job: JobFile, node: AllocatedNode) -> None:

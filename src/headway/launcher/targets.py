@@ -23,6 +23,7 @@ import yaml
 
 from headway import schedulers
 from headway.errors import UsageError, unknown_name, yaml_problem
+from headway.interpreter import module_command
 from headway.record.alerts import alert_events
 from headway.schedulers.base import JobRequest, Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
@@ -149,14 +150,14 @@ class ClusterTarget(Target):
 
     def request(self, *, name: str, directory: Path, log: Path, python: str = sys.executable) -> JobRequest:
         """Returns the request for the job that job.json in `directory` describes."""
-        module = (python, "-P", "-m")
+        prepares = self.pre or self.doctor
         return JobRequest(
             name=name,
             directory=directory,
             log=log,
-            agent=(*module, "headway", "agent", "--run"),
-            epilogue=(*module, "headway.launcher.epilogue"),
-            prologue=(*module, "headway.launcher.prologue") if self.pre or self.doctor else None,
+            agent=module_command("headway", "agent", "--run", python=python),
+            epilogue=module_command("headway.launcher.epilogue", python=python),
+            prologue=module_command("headway.launcher.prologue", python=python) if prepares else None,
             nodes=self.node_range[0],
             max_nodes=self.node_range[1],
             nproc_per_node=self.nproc_per_node,

@@ -21,6 +21,7 @@ from headway.dist.failure.record import FailureRecord
 from headway.dist.group import current
 from headway.dist.shared_run import at_failure, note_script, use_run, use_terminal
 from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, StorageError, UsageError
+from headway.interpreter import module_command, module_environment
 from headway.record import diagnostics, screen
 from headway.record.devices import sampling_devices
 from headway.record.events import EventKind, EventLog, recording_events
@@ -124,10 +125,15 @@ def _root_leaves_last() -> Callable[[object, BaseException | None, object], None
 
 def run_report_command(run: Run) -> None:
     """Writes `report.html` of a finished run, in a separate process: reading all rows must not fail the run."""
-    command = [sys.executable, "-m", "headway", "report", str(run.path)]
+    command = module_command("headway", "report", str(run.path))
     try:
         subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REPORT_LIMIT_S, check=True
+            command,
+            env=module_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_REPORT_LIMIT_S,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("no report was written: %s; to write it: headway report %s", error, run.path)

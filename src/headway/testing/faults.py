@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import final
 
+from headway.interpreter import module_command, module_environment
 from headway.system import failpoints
 from headway.system.environment import FAILPOINT
 
@@ -79,7 +79,7 @@ def run(
     >>> run("train.py", ["--epochs", "1"], nproc=2, fault=at("train.step", rank=1, action="kill9")).returncode
     1
     """
-    command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), str(script), *args]
-    environ = {name: value for name, value in os.environ.items() if name != FAILPOINT}
+    command = module_command("headway", "run", "--nproc", str(nproc), str(script), *args)
+    environ = {name: value for name, value in module_environment().items() if name != FAILPOINT}
     environ |= fault.environ if fault else {}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)

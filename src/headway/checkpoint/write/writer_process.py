@@ -20,17 +20,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, final
 
 import psutil
 
-import headway
 from headway import errors
 from headway.checkpoint.format.manifest import FileChecksum, Manifest
 from headway.checkpoint.write import disk
 from headway.checkpoint.write.disk import SaveTarget
 from headway.errors import HeadwayError, StorageError
+from headway.interpreter import module_command, module_environment
 from headway.run.lock import Fence
 from headway.system import environment, failpoints
 from headway.system.locks import block_forks
@@ -130,17 +129,15 @@ class WriterProcess:
         self._ended = [process for process in self._ended if process.returncode is None]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        package = str(Path(headway.__file__).parents[1])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         # the process inherits the blocked signals, until it ignores them itself
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
             with block_forks():  # the training thread may start data workers at the same time
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", __name__, str(self._memory), str(os.getpid())],
+                    module_command(__name__, str(self._memory), str(os.getpid())),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                    env=module_environment(),
                     pass_fds=[self._memory],
                     bufsize=0,
                 )

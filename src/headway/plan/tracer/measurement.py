@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from headway.errors import HeadwayError, UsageError
+from headway.interpreter import module_command, module_environment
 from headway.plan import checks
 from headway.plan.machine.calibration import Calibration, calibration_file, load_calibration
 from headway.plan.machine.efficiency import default_calibration, scoped_calibration
@@ -376,7 +376,8 @@ def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
         out = Path(directory) / "result.json"
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "headway.plan.tracer.probe", str(out)],
+                module_command("headway.plan.tracer.probe", str(out)),
+                env=module_environment(),
                 input=json.dumps(request),
                 capture_output=True,
                 text=True,

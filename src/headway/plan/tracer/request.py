@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, UsageError
+from headway.interpreter import module_command, module_environment
 from headway.plan import checks
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
@@ -148,10 +147,10 @@ def _trace_in_process(every: Sequence[TraceSettings], timeout: float) -> list[di
     """Starts one process, and returns its results up to and including the first trace that ended it."""
     with tempfile.TemporaryDirectory(prefix="headway-trace-") as directory:
         # hide all devices, so that the user's own `is_available()` takes the CPU path
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        environment = {**module_environment(), "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "headway.plan.tracer.process", directory],
+                module_command("headway.plan.tracer.process", directory),
                 input=json.dumps([settings.to_dict() for settings in every]),
                 capture_output=True,
                 text=True,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import final
 
+from headway.interpreter import module_command, module_environment
 from headway.run import Run
 from headway.system import environment, files
 from headway.system.locks import block_forks
@@ -54,7 +54,7 @@ class DeviceSampler:
 
     def __init__(self, run: Run, *, host: str, every_s: float) -> None:
         owner = str(run.fence.number) if run.fence else ""
-        self._command = [sys.executable, "-m", "headway.record.devices"]
+        self._command = module_command("headway.record.devices")
         self._command += [str(run.path), owner, host, str(every_s)]
         self._log = run.device_log(host)
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,6 +67,7 @@ class DeviceSampler:
                 with block_forks():  # the training thread may start data workers at the same time
                     self._process = subprocess.Popen(
                         self._command,
+                        env=module_environment(),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.DEVNULL,
                         stderr=log,

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import final
 
 from headway.errors import UsageError
+from headway.interpreter import module_command, module_environment
 from headway.record.attempt import ending
 from headway.record.sinks import transport
 from headway.record.sinks.base import Sink
@@ -91,7 +91,8 @@ class Feeder:
         log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "headway.record.sinks"],
+                module_command("headway.record.sinks"),
+                env=module_environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -1,0 +1,31 @@
+"""How headway starts its own modules in further Python processes."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def module_command(module: str, *args: str, python: str = sys.executable) -> list[str]:
+    """Returns the command that runs a module of headway, and never imports from the current directory.
+
+    By `-m` alone, Python imports from there first, and in a shared directory another user may have put a `json.py`.
+
+    >>> module_command("headway", "run", "train.py", python="python3")
+    ['python3', '-P', '-m', 'headway', 'run', 'train.py']
+    """
+    return [python, "-P", "-m", module, *args]
+
+
+def module_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables with which such a process imports the headway of this process.
+
+    Without installation, this process may have found it in the current directory, or on a path that a script has set.
+    """
+    home = str(Path(__file__).parents[1].absolute())
+    if home in site.getsitepackages():  # before the standard library, all other packages would hide its modules
+        return dict(environ)
+    return {**environ, "PYTHONPATH": os.pathsep.join([home, *filter(None, [environ.get("PYTHONPATH")])])}
