@@ -166,8 +166,9 @@ def test_one_that_has_stopped_leaves_the_others_time_to_save(supervised: Supervi
 
 
 def test_one_that_has_crashed_takes_the_others_down_in_two_steps(
-    supervised: Supervised, tmp_path: Path
+    supervised: Supervised, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     code = supervised(
         """
 if rank == 0:
@@ -185,6 +186,8 @@ Path("lived-on").touch()
     )
     assert code == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "told"]
+    late = "rank 1 did not exit in time after another rank had ended: sending"
+    assert [each.message for each in caplog.records] == [f"{late} SIGTERM", f"{late} SIGKILL"]
 
 
 @pytest.mark.parametrize("killed", ["agent", "rank"])

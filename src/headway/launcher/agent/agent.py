@@ -27,6 +27,7 @@ from headway import schedulers
 from headway.checkpoint.format.directory import list_steps
 from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS, handled_signals
 from headway.dist.failure import heartbeat
+from headway.dist.failure.hang import format_ranks
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
 from headway.launcher.agent.launch_records import Outcome
@@ -272,7 +273,7 @@ class Agent:
                 grace = self._stop_grace_s if code == Stopped.exit_code else self._grace_s
                 deadlines = [(now + grace, signal.SIGTERM), (now + 2 * grace, signal.SIGKILL)]
             while deadlines and now >= deadlines[0][0]:
-                self._kill(deadlines.pop(0)[1])
+                self._end_late(deadlines.pop(0)[1])
             self._repeat_stop_request(now)
             if self._leave_at is not None:
                 self._reap_killed()
@@ -292,6 +293,13 @@ class Agent:
         # second signal ends it
         was_stopped = -status in STOP_REQUESTS and -status in self._signals
         self._ended[rank.number] = Stopped.exit_code if was_stopped else status
+
+    def _end_late(self, number: signal.Signals) -> None:
+        """Ends the ranks that have not exited in time, and logs which: they may not have said why they end."""
+        if self._running:
+            late = format_ranks(sorted(rank.number for rank in self._running))
+            logger.info("%s did not exit in time after another rank had ended: sending %s", late, number.name)
+            self._kill(number)
 
     def _kill(self, number: signal.Signals) -> None:
         for rank in self._running:
