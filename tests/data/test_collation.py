@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from headway.data import BlockMasks, CenterCrop, MultiCrop, ShardLoader, pack
+from headway.data import BlockMasks, CenterCrop, Mixup, MultiCrop, ShardLoader, pack
 from headway.data.samples.collate import collate
 from headway.errors import UsageError
 
@@ -74,6 +74,15 @@ def test_arrays_that_no_tensor_can_hold_are_lists(tmp_path: Path) -> None:
             assert isinstance(found, list) and all(np.array_equal(each, array) for each in found), kind
 
 
+def test_numpy_scalars_are_a_tensor_of_their_type() -> None:
+    for value in (np.float32(1.5), np.int64(2**62), np.uint8(7), np.bool_(True)):
+        found = collate([{"x": value}, {"x": value}])["x"]
+        assert isinstance(found, torch.Tensor) and found.numpy().dtype == value.dtype
+        assert found.tolist() == [value.item()] * 2
+    for odd in ([np.float32(1.5), np.int64(1)], [np.str_("a")] * 2, [np.datetime64("2026-01-01")] * 2):
+        assert collate([{"x": value} for value in odd])["x"] == odd
+
+
 @pytest.mark.parametrize("kind", [*"bBhHiIlL", *"efdFD?", ">f4", ">i8", ">u2"])
 def test_all_other_arrays_are_tensors(kind: str) -> None:
     for shape in ((3,), (), (2, 0)):
@@ -118,3 +127,23 @@ def test_a_part_may_have_a_name_that_this_batch_does_not_use(tmp_path: Path) -> 
     batch = only_batch(source, transform=MultiCrop(global_size=8, local_size=4))
     assert batch["images"].shape == (4, 2) and batch.global_crops.shape[1] == 4
     assert only_batch(source)["images"].shape == (4, 2)
+
+
+def test_a_collate_fn_makes_the_parts_other_than_crops_and_then_runs_after_it(tmp_path: Path) -> None:
+    source = shards(tmp_path, jpg=[photo()] * 4, cls=["0", "1", "2", "1"])
+    given = list[set[str]]()
+
+    def with_names(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        given.extend(set(sample) for sample in samples)
+        return collate(samples) | {"names": [sample["__key__"] for sample in samples]}
+
+    for output in ("bf16", "fp8"):
+        transform = CenterCrop(8, resize=8, output=output, then=(Mixup(classes=3),))
+        expected = only_batch(source, transform=transform)
+        found = only_batch(source, transform=transform, collate_fn=with_names)
+        assert found.pop("names") == ["0", "1", "2", "3"] and found.keys() == expected.keys()
+        assert torch.equal(found.images.float(), expected.images.float())
+        assert found.labels.shape == (4, 3) and torch.equal(found.labels, expected.labels)
+    assert given == [{"__key__", "cls"}] * 8
+    with pytest.raises(UsageError, match="collate_fn returned a list: with an image transform, return"):
+        only_batch(source, transform=transform, collate_fn=list)

@@ -65,6 +65,7 @@ class ShardLoader:
     `transform` is called with a decoded sample and a random generator that depends on seed, dataset, epoch and sample.
     Or it is an image transform (`MultiCrop`, `RandomResizedCrop`, `CenterCrop`), and each batch is a `Batch`. With
     `device="cuda"`, images are decoded and cropped there; if that is not possible, on the CPU, with a message.
+    `collate_fn` then gets all parts of the samples but the images, and returns a dict, to which crops are added.
 
     A sample that cannot be decoded is listed in `bad`. In training, another sample of its dataset replaces it, always
     the same one; with `shuffle=False` it is left out (with `"drop"` and `"pad"`, its substitute counts as padding). The
@@ -149,7 +150,6 @@ class ShardLoader:
             decoders=self._decoders,
             limits=self._limits,
             gpu=self._gpu,
-            joins=self._collate is None,
         )
         roles = {"validates": not self._shuffle, "drops": self._tail == "drop"}
         self._assembler = make_assembler(self._reader, self._transform, self._collate, self._gpu, **roles)

@@ -14,6 +14,7 @@ from headway.data.images.fp8 import Fp8Scaling
 from headway.data.images.memory_pool import MemoryPool
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import UInts
+from headway.errors import UsageError
 
 SAMPLES = "samples"
 """the part of a batch that identifies its samples: rows of dataset, epoch, shard and sample"""
@@ -148,6 +149,16 @@ def stack_crops(transform: ImageTransform, crops: Sequence[Mapping[str, Tensor]]
             stacked = torch.stack(parts, 1)
         found[group.name] = (stacked if group.name != "images" else stacked[0]).view(dtype)
     return found
+
+
+def parts_of(collated: Any) -> dict[str, Any]:
+    """Returns what a `collate_fn` makes of all parts but the images; raises `UsageError` if that is not a dict."""
+    if not isinstance(collated, dict):
+        raise UsageError(
+            f"collate_fn returned a {type(collated).__name__}: with an image transform, return a dict of the parts of "
+            "the batch other than its crops, which the loader adds"
+        )
+    return collated
 
 
 def finish_batch(batch: Batch, transform: ImageTransform, keys: UInts) -> Batch:

@@ -114,7 +114,7 @@ def make_assembler(
     if not isinstance(transform, ImageTransform):
         return BatchAssembler(collate_fn or collate, validates=validates, drops=drops)
     if gpu is None:
-        by_crops = collate_fn or partial(collate_crops, transform, reader.keys.of_transforms)
+        by_crops = partial(collate_crops, transform, collate_fn or collate, reader.keys.of_transforms)
         return BatchAssembler(by_crops, validates=validates, drops=drops)
     from headway.data.images.device.device_batch import GpuBatcher  # needs Triton
 

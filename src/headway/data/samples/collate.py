@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.data.images.batch import SAMPLES, Batch, finish_batch, join_crops, own_parts
+from headway.data.images.batch import SAMPLES, Batch, finish_batch, join_crops, own_parts, parts_of
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import Ints, UInts
 from headway.data.samples.sample_reader import KEY
@@ -40,11 +40,15 @@ def collate(samples: list[Any]) -> Any:
 
 
 def collate_crops(
-    transform: ImageTransform, keys_of: Callable[[Ints], UInts], samples: list[dict[str, Any]]
+    transform: ImageTransform,
+    collate_rest: Callable[[list[Any]], Any],
+    keys_of: Callable[[Ints], UInts],
+    samples: list[dict[str, Any]],
 ) -> Batch:
-    """Collates samples with the crops of a transform."""
+    """Makes the batch of samples with the crops of a transform; `collate_rest` collates their other parts."""
     own = own_parts(transform)
-    rest = collate([{name: part for name, part in sample.items() if name not in own} for sample in samples])
+    others = [{name: part for name, part in sample.items() if name not in own} for sample in samples]
+    rest = parts_of(collate_rest(others))
     rows = np.array([sample[SAMPLES] for sample in samples])
     batch = Batch({SAMPLES: torch.from_numpy(rows), **join_crops(transform, samples), **rest})
     return finish_batch(batch, transform, keys_of(rows))
@@ -58,7 +62,7 @@ def _collate(samples: list[Any]) -> Any:
         return {name: _collate([sample[name] for sample in samples]) for name in first}
     if isinstance(first, _NUMBERS) and all(isinstance(each, _NUMBERS) for each in samples):
         return _join_numbers(samples)
-    if isinstance(first, np.ndarray) and _are_alike(samples) and _has_tensors(first.dtype):
+    if isinstance(first, np.ndarray | np.generic) and _are_alike(samples) and _has_tensors(first.dtype):
         if first.ndim == 0:
             return torch.from_numpy(np.stack(samples))
         joined = np.concatenate(samples)  # a stack of the same bytes, without a new view of each

@@ -83,9 +83,7 @@ class SampleReader:
         decoders: dict[str, Decoder],
         limits: ShardLimits,
         gpu: torch.device | None = None,
-        joins: bool = False,
     ) -> None:
-        """With `joins`, `collate_crops` makes the batches, and the crops of a batch may share one block of memory."""
         images = transform if isinstance(transform, ImageTransform) else None
         self._gpu_bytes = images.crop_bytes() if gpu is not None and images is not None else 0
         self._allocate = PinnedMemory().allocate if gpu is not None else None
@@ -112,7 +110,7 @@ class SampleReader:
         self._joins: ImageTransform | None = None
         if images is not None and gpu is None:
             self._cropper = ImageCropper(images, self.keys, decoders, limits)
-            self._joins = images if joins else None
+            self._joins = images
         self.crop_pool = MemoryPool()
 
     def crop_memory(self, samples: int) -> CropMemory | None:

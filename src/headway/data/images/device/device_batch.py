@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.data.feed.device_feed import StagedBatch
-from headway.data.images.batch import IMAGE, SAMPLES, Batch, EncodedImage, finish_batch
+from headway.data.images.batch import IMAGE, SAMPLES, Batch, EncodedImage, finish_batch, parts_of
 from headway.data.images.device.gpu import GpuCropper
 from headway.data.images.device.image_table import ImageTable
 from headway.data.images.device.nvjpeg import DecodedImages, JpegDecoder
@@ -95,7 +95,7 @@ class GpuBatcher:
         chosen = np.array([starts[id(image.images)] + image.number for image in images])
         table = ImageTable.select([source.table for source in sources], chosen)
         tables = self._cropper.draw(keys, table.sizes)
-        rest = self._collate(samples)
+        rest = parts_of(self._collate(samples))
         with torch.cuda.stream(self._stream):
             for source in sources:
                 self._stream.wait_event(source.ready)
