@@ -267,6 +267,21 @@ def test_the_index_of_another_shard_is_refused(change: object, tmp_path: Path) -
         Shard.open(path)
 
 
+def test_one_line_of_an_index_without_a_number_spoils_no_other(tmp_path: Path) -> None:
+    path = packed(tmp_path)
+    index = path.with_suffix(".idx")
+    lines = index.read_text().splitlines()
+    words = lines[3].split(" ")
+    words[words.index("txt") + 1] = ""  # of sample 2
+    lines[3] = " ".join(words)
+    index.write_text("\n".join([*lines, ""]))
+    entries = Shard.open(path).entries
+    for _ in range(2):  # from the second time on, neighboring lines are parsed at once
+        assert [entries.locate(number)[0] for number in (0, 1, 3, 4)] == ["0000", "0001", "0003", "0004"]
+        with pytest.raises(BadShard, match="does not match"):
+            entries.locate(2)
+
+
 def test_an_index_older_than_its_shard_never_gives_wrong_bytes(tmp_path: Path) -> None:
     """As many samples in the new shard, all within its size: only the headers tell."""
     path = packed(tmp_path)

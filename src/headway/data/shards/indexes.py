@@ -149,7 +149,9 @@ class DaliIndex(ShardEntries):
             return None
         names = [{*words[at::step]} for at in range(0, step - 1, _WIDTH)]
         numbers = [words[at::step] for at in range(step) if at % _WIDTH in (1, 2) and at < step - 1]
-        if max(map(len, names)) > 1 or not all(b"".join(column).isdigit() for column in numbers):
+        if max(map(len, names)) > 1 or not all(
+            b"" not in column and b"".join(column).isdigit() for column in numbers
+        ):
             return None
         if max(len(digits) for column in numbers for digits in column) > _MAX_DIGITS:
             return None
