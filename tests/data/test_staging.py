@@ -175,8 +175,13 @@ def test_parts_of_other_sources_are_swept(source: Path, node: Path) -> None:
     (node / "data set" / "a").mkdir(parents=True)
     stale = node / "data set" / "a" / ".0.tar.0123456789ab.part"
     stale.touch()
+    own = [stale.with_name(".notes.part"), stale.with_name(".0.tar.0123456789AB.part")]
+    for file in own:
+        file.touch()
+    (directory := stale.with_name(".1.tar.0123456789ab.part")).mkdir()
     stage([source])
     assert not stale.exists()
+    assert directory.is_dir() and all(file.exists() for file in own), "the user's own"
 
 
 def test_many_processes_of_a_node(source: Path, node: Path) -> None:

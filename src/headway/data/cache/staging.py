@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -39,6 +41,8 @@ _THREADS = 8  # files copied at once: a shared file system answers many readers 
 _SPACE_FACTOR = 1.01  # of the space needed: file systems need some for themselves
 _PROGRESS_PERIOD_S = 5.0
 _LOCK_FILE = ".headway-staging.lock"
+_PART = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
+"""the name of an incomplete copy, `StagedFile.part`"""
 
 Progress = Callable[[int, int], None]
 """called after each chunk with the bytes that are there and the bytes in all"""
@@ -276,8 +280,9 @@ def _copy_all(missing: Sequence[StagedFile], meter: _Meter, threads: int, chunk_
     parts = {file.part for file in missing}
     for parent in sorted({file.target.parent for file in missing}):
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for stale in {*parent.glob(".*.part")} - parts:
-            stale.unlink()
+        for other in {*parent.glob(".*.part")} - parts:
+            if _PART.fullmatch(other.name) and stat.S_ISREG(other.lstat().st_mode):
+                other.unlink()
     with ThreadPoolExecutor(threads, thread_name_prefix="headway-staging") as pool:
         futures = [pool.submit(_copy, file, meter, chunk_bytes) for file in missing]
         try:
