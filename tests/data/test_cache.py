@@ -164,6 +164,23 @@ def test_shards_on_a_disk_of_this_machine_are_read_in_place(shards: list[Path], 
     assert not (tmp_path / "cache").exists()
 
 
+def test_the_file_system_of_a_shard_counts_and_not_that_of_a_link_to_it(
+    shards: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = shards[0].parent
+    links = tmp_path / "links"
+    links.mkdir()
+    for shard in shards:
+        (links / shard.name).symlink_to(shard)
+    expected, looked = [*map(truth, shards)], list[Path]()
+    is_local = lambda path: looked.append(path) or path != shared  # noqa: E731
+    monkeypatch.setattr("headway.data.cache.node_cache.is_local", is_local)
+    cache = CachedShards(NodeCache(path=tmp_path, budget="1GB", min_age=0))
+    assert [contents(cache, links / shard.name) for shard in shards] == expected
+    assert cache.counts["copied"] == len(shards) and not cache.counts["local"]
+    assert looked == [shared], "once for all shards of a directory"
+
+
 def test_a_shard_that_has_only_just_been_written_is_not_trusted(shards: list[Path], tmp_path: Path) -> None:
     cache = at(tmp_path, min_age=1e6)
     assert contents(cache, shards[0]) == truth(shards[0])
@@ -783,6 +800,7 @@ def test_slots_limit_how_many_copy_at_once(tmp_path: Path) -> None:
         ({"budget": 0}, "budget=0"),
         ({"prefetch": 0}, "prefetch=0"),
         ({"patience": -1}, "patience=-1"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0"),
     ],
 )
 def test_bad_settings_are_refused(how: dict[str, Any], says: str) -> None:

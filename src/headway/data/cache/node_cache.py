@@ -63,9 +63,10 @@ class NodeCache:
 
     def __post_init__(self) -> None:
         parse_budget(self.budget, 100)
-        if self.prefetch < 1 or self.patience < 0:
+        if self.prefetch < 1 or self.patience < 0 or self.chunk_bytes < 1:
             raise UsageError(
-                f"prefetch={self.prefetch}, patience={self.patience:g}: give at least 1 shard and 0 seconds"
+                f"prefetch={self.prefetch}, patience={self.patience:g}, chunk_bytes={self.chunk_bytes}: give at least "
+                "1 shard, 0 seconds and 1 byte"
             )
 
     def ls(self) -> list[CacheEntry]:
@@ -176,10 +177,13 @@ class CachedShards:
             self._held[path] = self._copy(open_file(path), turn, 0, is_cancelled)
 
     def _reads_in_place(self, path: Path) -> bool:
-        """Whether a shard is read in place; the file system is looked up once per directory."""
-        if path.parent not in self._local:
-            self._local[path.parent] = is_local(path.parent)
-        return self._local[path.parent] and not self._settings.copy_local
+        """Whether a shard is read in place, by the file system of its own directory, not that of a link to it."""
+        if path not in self._local:
+            directory = path.resolve().parent
+            if directory not in self._local:
+                self._local[directory] = is_local(directory)
+            self._local[path] = self._local[directory]
+        return self._local[path] and not self._settings.copy_local
 
     def _copy(
         self, source: ShardFile, turn: int, patience: float, is_cancelled: Callable[[], bool]
