@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -481,3 +482,46 @@ def test_what_ranks_have_found_is_not_hidden_by_the_signal_that_was_to_end_them(
     (team.round_dir / "failure.json").write_text(json.dumps(record | place))
     outcome = agent._outcome(team, tmp_path)
     assert outcome["exit_code"] == code and words in summary(outcome, 1)
+
+
+STOPPED = """
+attempt = run.begin_attempt(world={})
+run.end_attempt(attempt, status="stopped", exit_code=75)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while the rest of the script ends
+os.kill(agent, signal.SIGTERM)
+time.sleep(20)
+"""
+
+
+def test_a_signal_that_is_repeated_after_a_stop_leaves_a_stop(
+    supervised: Supervised, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Run.create(tmp_path).path.rename(tmp_path / "run-0")
+    around = {name: value for name, value in os.environ.items() if name != "HEADWAY_RUN"}
+    assert supervised(f"{RESUMES}\n{BEATS}\n{STOPPED}", environ=around) == 75
+    assert "had stopped before SIGTERM ended its script" in capfd.readouterr().err
+
+
+def test_a_signal_while_the_agent_clears_up_changes_nothing(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM repeats SIGTERM until all processes have ended."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    remove = shutil.rmtree
+    try:
+        for place in ("scratch", "cache"):
+            if place == "scratch":
+                monkeypatch.setattr(shutil, "rmtree", lambda path: (terminate(), remove(path)))
+            else:
+                monkeypatch.setattr(agent_module, "_clear_cache", terminate)
+            assert supervised("sys.exit(75)") == 75
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM], "the handler of before is back"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)

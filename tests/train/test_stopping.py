@@ -37,6 +37,7 @@ from headway.testing import ranks
 from headway.train import Callback, Pipeline, Stage
 from headway.train.resume import end_of_run
 from headway.train.resume.lead_time import LeadTime
+from headway.train.run_state import RunState
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -441,6 +442,35 @@ def test_handlers_of_the_users_own_are_called_too(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert heard == [signal.SIGUSR1]
+
+
+@alone
+def test_a_signal_that_is_repeated_while_the_run_is_closed_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows may take half a minute to reach a server, and a scheduler repeats its signal meanwhile."""
+    heard: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in numbers}
+    close = RunState._end_recording  # after the sinks, the events and the lock
+
+    def repeat(state: RunState) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        close(state)
+
+    monkeypatch.setattr(RunState, "_end_recording", repeat)
+    try:
+        pipe = make(tmp_path, Signalled(number=signal.SIGTERM, who=(0,), at=5), every="1h")
+        with pytest.raises(Stopped):
+            pipe.run()
+        assert heard == [signal.SIGTERM], "the request itself, which the script's own handler gets, too"
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert heard == [signal.SIGTERM, *numbers], "the handlers of before are back"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @alone

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from headway import dist
 from headway.checkpoint.weights.loading import Rename
 from headway.dist import World
+from headway.dist.control.stop import restoring_handlers
 from headway.dist.group import current
 from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
@@ -302,7 +303,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             run.checkpointer.restore_finished(choice)
             current().trained = True
             return choice.run
-        with closing_loaders(run), run.recording(choice.run):
+        with restoring_handlers(), closing_loaders(run), run.recording(choice.run):
             run.run_hook("pre_run", self)  # it may register what is trained, and what is restored
             if later:
                 check_registered(run)

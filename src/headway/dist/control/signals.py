@@ -83,7 +83,7 @@ def end_by_own_signal(worker: BaseProcess) -> None:
 def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a worker_init_fn with the worker's number
     """Makes a worker process ignore stop signals, and exit with its rank. For `worker_init_fn`."""
     for number in STOP_SIGNALS:
-        _ignore(number)
+        ignore_signal(number)
     if _END_WORKER != signal.SIGKILL:
         signal.signal(_END_WORKER, _exit_worker)
     # nothing else ends a worker whose rank was killed
@@ -93,7 +93,7 @@ def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a wor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
-def _ignore(number: int) -> None:
+def ignore_signal(number: int) -> None:
     """Ignores a signal in this process only; it interrupts no system call, also none of C libraries."""
     signal.signal(number, lambda *_: None)
     signal.siginterrupt(number, False)
@@ -122,7 +122,7 @@ replaced: dict[signal.Signals, Any] = {}
 def reset_in_child() -> None:
     """Lets SIGTERM end a forked child again, and ignores stop requests: inherited handlers would act for the rank."""
     for number in STOP_REQUESTS:
-        _ignore(number)
+        ignore_signal(number)
     if signal.SIGTERM in replaced:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -15,7 +15,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from headway.dist.control.signals import END_OF_TIME, STOP_SIGNALS, handled_signals, replaced
+from headway.dist.control.signals import (
+    END_OF_TIME,
+    STOP_REQUESTS,
+    STOP_SIGNALS,
+    handled_signals,
+    ignore_signal,
+    replaced,
+)
+from headway.errors import Stopped
 from headway.system.retries import stop_requested
 
 MARGIN_S = 15.0
@@ -35,7 +43,8 @@ def handle_stop_signals(
     `request_stop`, usually the method of the `RankGroup`, is called from a thread with the reason: the name of a
     signal, or `END_OF_TIME`. `end` is when the job's time is over (seconds since 1970), on the rank that watches it,
     and `lead()` how long before that a stop must be requested; both are compared with the clock every `clock_check_s`.
-    Earlier handlers are called as well, and restored afterwards. Yields the list of reasons so far.
+    Earlier handlers are called as well, and restored afterwards; but after `Stopped`, requests are ignored until
+    `restoring_handlers` ends, since a scheduler may repeat them. Yields the list of reasons so far.
 
     >>> with handle_stop_signals(current().request_stop, end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
@@ -52,15 +61,36 @@ def handle_stop_signals(
     before = _handle(requests)
     stop_requested.clear()
     thread.start()
+    stopped = False
     try:
         yield reasons
+    except Stopped:
+        stopped = True
+        raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        replaced.clear()
+        if stopped:
+            for number in {signal.SIGTERM, *STOP_REQUESTS} & before.keys():
+                ignore_signal(number)
+        else:
+            _restore_handlers()
         requests.put(None)
         thread.join()
         stop_requested.clear()
+
+
+@contextmanager
+def restoring_handlers() -> Iterator[None]:
+    """Restores the handlers of stop signals when a run is closed, which may take a while after it has stopped."""
+    try:
+        yield
+    finally:
+        _restore_handlers()
+
+
+def _restore_handlers() -> None:
+    for number, handler in replaced.items():
+        signal.signal(number, handler)
+    replaced.clear()
 
 
 def _handle(requests: queue.SimpleQueue[str | None]) -> dict[signal.Signals, Any]:

@@ -120,12 +120,18 @@ class Agent:
 
     def run(self) -> int:
         raise_open_files()
-        with scratch_directory() as directory:  # nobody else may read it: it holds the control channel's key
-            return self._run_in(directory)
-
-    def _run_in(self, directory: Path) -> int:
         signals = handled_signals(FORWARDED_SIGNALS)
         handlers = {number: signal.signal(number, self._forward) for number in signals}
+        try:
+            with scratch_directory() as directory:  # nobody else may read it: it holds the control channel's key
+                return self._run_in(directory)
+        finally:
+            _clear_cache()
+            # last: a scheduler may repeat its signal, which would replace the exit code
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _run_in(self, directory: Path) -> int:
         team = self._team or Team(directory, number=0, size=1)
         try:
             self._environ |= self._prepare()
@@ -155,9 +161,6 @@ class Agent:
         finally:
             self._kill(signal.SIGKILL)
             team.end_watch()
-            for signal_number, handler in handlers.items():
-                signal.signal(signal_number, handler)
-            _clear_cache()
 
     def _begin_round(self, team: Team, number: int) -> None:
         """Begins a round. Until a rank has started, a signal that ends ranks ends this agent: see `_forward`."""
@@ -189,8 +192,8 @@ class Agent:
         readings = (heartbeat.read(beats, rank) for rank in self._pids)
         return next((beat.run for beat in readings if beat and beat.run), None)
 
-    def _finished_run(self, beats: Path) -> Run | None:
-        """Returns the run of the ranks if its training is done and only the rest of the script was left."""
+    def _why_resumable(self, beats: Path) -> str | None:
+        """Returns, in a sentence, that the run of the ranks had stopped or was done; None if its training was cut."""
         path = self._run_of(beats)
         if path is None:
             return None
@@ -199,7 +202,14 @@ class Agent:
             last = run.info()["attempts"][-1]
         except (HeadwayError, IndexError):
             return None
-        return run if last["status"] == "done" and not last.get("script_ended", True) else None
+        if last["status"] == "stopped":
+            return f"{run.id} had stopped before SIGTERM ended its script: started again, it resumes"
+        if last["status"] != "done" or last.get("script_ended", True):
+            return None
+        return (
+            f"stopped by SIGTERM when {run.id} was finished: the same command restores it and runs the rest of "
+            "the script"
+        )
 
     def _newest_step(self) -> int | None:
         """Returns the step of the newest checkpoint; -1 if there is none, None while the run is not known."""
@@ -413,12 +423,8 @@ class Agent:
             return {"exit_code": int(record["exit_code"]), "record": record}
         if interrupted:
             return {"exit_code": INTERRUPTED, "record": None}
-        if (finished := self._finished_run(beats)) is not None:
-            sentence = (
-                f"stopped by SIGTERM when {finished.id} was finished: the same command restores it and runs the rest "
-                "of the script"
-            )
-            record |= {"sentence": sentence, "exit_code": Stopped.exit_code}
+        if (resumable := self._why_resumable(beats)) is not None:
+            record |= {"sentence": resumable, "exit_code": Stopped.exit_code}
             return {"exit_code": Stopped.exit_code, "record": record}
         if found and not sentence:
             sentence = record["sentence"] = f"stopped by SIGTERM; then {describe_failure(record)}"
