@@ -84,6 +84,15 @@ def check_end(how: str, rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "onnection" not in text, "a lost connection is not a cause"
 
 
+def test_a_busy_disk_does_not_delay_the_end(tmp_path: Path) -> None:
+    """The agent ends ranks that have not heard of the cause after two seconds."""
+    _, text = run(RUN, "--slow-disk", "--run", str(tmp_path / "runs"), how="kill9")
+    assert "did not exit in time" not in text, text
+    assert "rank 1 stops because rank 2 failed" in text and "rank 3 stops because rank 2 failed" in text, text
+    (failure,) = tmp_path.glob("runs/*/failure.json")
+    assert json.loads(failure.read_text())["rank"] == 2
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_sys_exit_of_one_rank_is_told(rank: int) -> None:
     status, text = run(RUN, how="sysexit", rank=rank)

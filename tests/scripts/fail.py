@@ -45,6 +45,8 @@ def main() -> None:
 
 
 def work(world: hw.World) -> None:
+    if "--slow-disk" in sys.argv:
+        os.fsync = lambda _: time.sleep(5)
     for step in range(1, 1000):
         hw.dist.set_phase("train", step)
         if step == 3 and world.rank == int(os.environ.get("FAIL_RANK", "2")):

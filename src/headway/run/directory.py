@@ -336,7 +336,7 @@ class Run(RunPaths):
             data = to_json(redact_tree(record))
             if overwrite:
                 files.write_atomic(self.failure_file, data)
-            return overwrite or files.publish(self.failure_file, data)
+            return overwrite or files.publish(self.failure_file, data, durable=False)  # the ranks wait for it
 
     def set_failure_aside(self, attempt: int) -> None:
         """Renames failure.json, if there is one, to failure-N.json, before a new attempt begins."""

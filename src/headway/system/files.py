@@ -114,12 +114,13 @@ def open_unnamed(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that must not exist yet, and waits until it is on disk."""
+def write_new(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Writes a file that must not exist yet; with `durable`, waits until it is on disk."""
     fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         write_fully(fd, data)
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -138,16 +139,20 @@ def write_atomic(path: Path, data: bytes) -> None:
         sync_dir(path.parent)
 
 
-def publish(path: Path, data: bytes) -> bool:
-    """Writes a file unless it exists; of several writers, on any host, exactly one gets True."""
-    with _staged(path, data) as staged:
-        return publish_file(staged, path)
+def publish(path: Path, data: bytes, *, durable: bool = True) -> bool:
+    """Writes a file unless it exists; of several writers, on any host, exactly one gets True.
+
+    Without `durable`, a power cut may lose it: for what others wait for, since a busy disk may take seconds.
+    """
+    with _staged(path, data, durable=durable) as staged:
+        return publish_file(staged, path, durable=durable)
 
 
-def publish_file(staged: Path, path: Path) -> bool:
+def publish_file(staged: Path, path: Path, *, durable: bool = True) -> bool:
     """Links a finished file of the same directory to `path` unless that exists; returns as `publish` does.
 
-    The caller removes the staged name."""
+    The caller removes the staged name.
+    """
     try:
         path.hardlink_to(staged)
     except FileExistsError:
@@ -157,10 +162,12 @@ def publish_file(staged: Path, path: Path) -> bool:
         if error.errno not in _NO_HARD_LINKS:
             raise
         try:
-            write_new(path, staged.read_bytes())  # also exclusive, but a crash here leaves a partial file
+            # also exclusive, but a crash here leaves a partial file
+            write_new(path, staged.read_bytes(), durable=durable)
         except FileExistsError:
             return False
-    sync_dir(path.parent)
+    if durable:
+        sync_dir(path.parent)
     return True
 
 
@@ -189,11 +196,11 @@ def retry_until_visible(work: Callable[[], T], timeout_s: float = _VISIBLE_S) ->
 
 
 @contextmanager
-def _staged(path: Path, data: bytes) -> Iterator[Path]:
+def _staged(path: Path, data: bytes, *, durable: bool = True) -> Iterator[Path]:
     """Writes data to a hidden file beside `path`, which is removed afterwards."""
     staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        write_new(staged, data)
+        write_new(staged, data, durable=durable)
         yield staged
     finally:
         staged.unlink(missing_ok=True)

@@ -150,13 +150,16 @@ class FailureHandler:
         return None if file is None else file.with_name("failure.json")
 
     def _write(self, record: FailureRecord) -> Path | None:
-        """Writes failure.json for the agent and in the run, unless it exists. Returns the run's, if there is one."""
+        """Writes failure.json for the agent and in the run, unless it exists. Returns the run's, if there is one.
+
+        It does not wait for the disk: the other ranks wait for the cause, and the agent ends them after two seconds.
+        """
         run = self.run
         if self._agent_file is not None:
             fence = run and run.fence
             known = {"failure_file": run and str(run.failure_file), "owner": fence and fence.number}
             with _logging_trouble():
-                files.publish(self._agent_file, json.dumps(record | known).encode())
+                files.publish(self._agent_file, json.dumps(record | known).encode(), durable=False)
                 self._agent_has_record = True
         if run is not None:
             with _logging_trouble():
