@@ -154,6 +154,18 @@ def test_rank_0_that_waits_for_others_at_its_end_names_them(tmp_path: Path) -> N
     assert f'File "{script}", line 7 in <module>' in said["script"], "where it is"
 
 
+def test_rank_0_that_leaves_by_itself_names_those_that_do_not(tmp_path: Path) -> None:
+    """As in a script that calls `hw.dist.leave()` in a `finally`, long before its end."""
+    script = tmp_path / "leave.py"
+    script.write_text(LATE.partition("if world.rank")[0] + "time.sleep(60 * world.rank)\nhw.dist.leave()\n")
+    command = [sys.executable, "-m", "headway", "run", "--nproc", "2", str(script)]
+    environ = os.environ | {"HEADWAY_WATCHDOG": "2"}
+    ended = warm.run(command, capture_output=True, text=True, timeout=100, env=environ)
+    assert ended.returncode == 1, ended.stderr
+    late = r"rank 0 has left, and rank 1 of 2 on \S+ \(pid \d+\) has not left within 2 s, in export at step 9"
+    assert re.search(late, ended.stderr), ended.stderr
+
+
 def test_a_code_that_the_script_catches_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a command line that is parsed, or called, within the script; a thread ends by it alone."""
     monkeypatch.setattr(sys, "exit", sys.exit)

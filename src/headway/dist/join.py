@@ -384,8 +384,16 @@ def _others_are_late(group: RankGroup, limit_s: float) -> bool:
     if group.hub is None or group.peer is None or not group.hub.is_awaited or group.hub.all_left.is_set():
         return False
     if not group.hub.all_left.wait(_OVERDUE_S):
-        group.peer.report_overdue(limit_s)
+        group.peer.report_overdue(limit_s, "the script of rank 0 has ended")
     return True
+
+
+def _wait_for_others(group: RankGroup, limit_s: float) -> None:
+    """Waits on rank 0 until all others have left. After `limit_s`, the hub names those that have not and ends all."""
+    assert group.hub is not None and group.peer is not None
+    if not group.hub.all_left.wait(limit_s + _OVERDUE_S if limit_s else None):
+        group.peer.report_overdue(limit_s, "rank 0 has left")
+        group.hub.all_left.wait()
 
 
 def leave() -> None:
@@ -400,6 +408,7 @@ def leave() -> None:
     group = own_group()
     if group is None:
         return
+    limit_s = HEARTBEAT.period
     HEARTBEAT.stop()
     if group.hub is not None:
         group.hub.is_awaited = True
@@ -408,7 +417,7 @@ def leave() -> None:
     if c10d.is_initialized():
         c10d.destroy_process_group()
     if group.hub is not None:
-        group.hub.all_left.wait()
+        _wait_for_others(group, limit_s)
     if group.peer is not None:
         group.peer.close()
     group.call_at_clean_exit()

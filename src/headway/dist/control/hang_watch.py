@@ -4,7 +4,7 @@ While rank 0 makes progress, the hub sends nothing. Once it has made none for ha
 sends status requests; a thread of each rank replies, whatever its main thread waits for. It is a hang when every rank
 has exceeded its own limit or does not reply. Ranks report ages in seconds, so no clocks are compared.
 
-When the script of rank 0 has ended and other ranks do not leave in time, the hub asks where they are as well.
+When rank 0 has left, or its script has ended, and other ranks do not leave in time, the hub asks where they are, too.
 
     hub -> rank    status_request (with or without stacks), ack
     rank -> hub    status, ping, overdue
@@ -103,12 +103,12 @@ class HangWatch:
     _since: float | None = None
     _stacks_since: float | None = None
     _asked: float = 0.0
-    _overdue_s: float | None = None
-    """how long rank 0 has waited for the others to leave"""
+    _overdue: tuple[float, str] | None = None
+    """how long rank 0 has waited for the others to leave, and why"""
 
     def timeout_s(self) -> float | None:
         """Returns the seconds until `check` has something to do; None if there is nothing to watch."""
-        if self._overdue_s is not None:
+        if self._overdue is not None:
             return 0.1
         if not self.heartbeat.period:
             return None
@@ -121,10 +121,11 @@ class HangWatch:
         if self._stacks_since is not None:
             self._fresh.add(rank)
 
-    def ask_remaining(self, limit_s: float) -> None:
+    def ask_remaining(self, limit_s: float, why: str) -> None:
         """Asks the ranks that have not left within `limit_s` where they are; `check` returns the record of it."""
-        self._overdue_s, self._stacks_since, self._fresh = limit_s, time.monotonic(), set()
-        self.request_status(True)
+        if self._overdue is None:
+            self._overdue, self._stacks_since, self._fresh = (limit_s, why), time.monotonic(), set()
+            self.request_status(True)
 
     def check(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
         """Asks the ranks if there is reason to; returns the record of a hang.
@@ -132,7 +133,7 @@ class HangWatch:
         `present` returns the ranks that have not left, and `count` is their number. The hub calls this after each
         message, so it loops over the ranks only when all have replied.
         """
-        if self._overdue_s is not None:
+        if self._overdue is not None:
             return self._check_remaining(present, count, world_size)
         limit = self.heartbeat.limit
         if not self.heartbeat.period or self.heartbeat.age < limit / 2 or limit == math.inf:
@@ -165,13 +166,13 @@ class HangWatch:
         return hang.make_record([self._status(info, silent) for info in present], world_size)
 
     def _check_remaining(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
-        assert self._overdue_s is not None and self._stacks_since is not None
+        assert self._overdue is not None and self._stacks_since is not None
         if len(self._fresh) < count and time.monotonic() - self._stacks_since < _STACKS_TIMEOUT_S:
             return None
         remaining = present()
         silent = [info.rank for info in remaining if info.rank not in self._fresh]
         statuses = [self._status(info, silent) for info in remaining]
-        return hang.make_overdue_record(statuses, world_size, self._overdue_s)
+        return hang.make_overdue_record(statuses, world_size, *self._overdue)
 
     def _status(self, info: RankInfo, silent: Collection[int]) -> RankStatus:
         if info.rank in silent:

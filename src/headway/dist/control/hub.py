@@ -178,7 +178,7 @@ class Hub(threading.Thread):
             assert connection.rank is not None
             self._hang_watch.observe(connection.rank, message)
         elif message["type"] == "overdue":
-            self._hang_watch.ask_remaining(message["limit_s"])
+            self._hang_watch.ask_remaining(message["limit_s"], message["why"])
         elif message["type"] == "ping":
             connection.channel.send({"type": "ack"})
 

@@ -83,9 +83,12 @@ class Peer:
         """Reports that this rank failed. The hub's reply calls the `on_abort` of `listen`."""
         self._send({"type": "failed", "record": record})
 
-    def report_overdue(self, limit_s: float) -> None:
-        """Reports that others have not left within `limit_s`. The hub names them, and ends all ranks."""
-        self._send({"type": "overdue", "limit_s": limit_s})
+    def report_overdue(self, limit_s: float, why: str) -> None:
+        """Reports that others have not left within `limit_s`. The hub names them, and ends all ranks.
+
+        `why` says that rank 0 is at its end, for the record.
+        """
+        self._send({"type": "overdue", "limit_s": limit_s, "why": why})
 
     def request(self, subject: str, why: str) -> None:
         """Requests that all ranks stop or save; the hub's decision goes to the agreement on that subject."""

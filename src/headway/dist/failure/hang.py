@@ -101,10 +101,12 @@ def make_record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecor
     return _record(statuses, suspected, _sentence(statuses, suspected, world_size))
 
 
-def make_overdue_record(absent: Sequence[RankStatus], world_size: int, limit_s: float) -> FailureRecord:
+def make_overdue_record(
+    absent: Sequence[RankStatus], world_size: int, limit_s: float, why: str
+) -> FailureRecord:
     """Returns the record of ranks that have not left their group, though rank 0 has waited so long for them."""
     who, has = _who(absent, world_size), _plural(absent, "has", "have")
-    ended = f"the script of rank 0 has ended, and {who} {has} not left within {limit_s:g} s"
+    ended = f"{why}, and {who} {has} not left within {limit_s:g} s"
     return _record(absent, absent, f"{ended}{_place(absent[0])}")
 
 
