@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from headway.record.media.index import MediaItem
-from headway.record.sinks import Csv, Sink
+from headway.record.sinks import Csv, Sink, TensorBoard
 from headway.record.sinks.__main__ import SinkSource
 from headway.run import Run
 
@@ -105,8 +107,11 @@ def test_a_file_that_goes_while_the_sink_reads_it_is_passed_over(run: Run) -> No
     assert sink.rows == [(0, 1)]
 
 
+_CLOCK = itertools.count(1.5)
+
+
 def log_point(step: int, *, rate: float = 64.0, **metrics: float) -> dict[str, Any]:
-    facts = {"kind": "train", "time": 1.0, "stage": "fit", "epoch": 0, "seconds": {"data": 0.5}}
+    facts = {"kind": "train", "time": next(_CLOCK), "stage": "fit", "epoch": 0, "seconds": {"data": 0.5}}
     return facts | {"step": step, "metrics": metrics, "samples_per_second": rate}
 
 
@@ -141,3 +146,48 @@ def test_a_csv_file_has_all_log_points_of_a_step_and_of_a_restart_the_repeated_o
     sink.write([log_point(20, extra=1.0, rate=0.0), log_point(30, loss=0.2)])
     sink.close("done", 0)
     assert csv_values(run)[4:] == [(20, "extra", 1.0), (30, "loss", 0.2)]
+
+
+def test_rows_that_are_sent_again_are_in_a_csv_file_once(run: Run) -> None:
+    """The process was killed before it had noted the rows, once also within a row; or all rows are sent again."""
+    start = {"kind": "validation", "time": 1.25, "stage": None, "epoch": 0, "step": 0, "metrics": {"val": 3.0}}
+    rows = [start, log_point(10, loss=0.5), log_point(20, loss=0.4, norm=2.0), log_point(20, fid=9.0, rate=0.0)]
+    first = [(0, "val", 3.0), (10, "loss", 0.5), (20, "loss", 0.4)]
+    middle, last = (20, "norm", 2.0), (20, "fid", 9.0)
+
+    def send(rows: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
+        sink = Csv()
+        sink.open(run)
+        sink.write(rows)
+        sink.close("done", 0)
+        return csv_values(run)
+
+    assert send(rows[:3]) == [*first, middle]
+    lines = run.csv_file.read_text().splitlines(keepends=True)
+    cut = next(at for at, line in enumerate(lines) if ",norm," in line)
+    run.csv_file.write_text("".join(lines[:cut]) + lines[cut][:5])
+    assert send(rows[2:]) == [*first, middle, last]
+    assert send(rows) == [*first, middle, last]
+    again = [log_point(20, loss=0.3), log_point(30, loss=0.2)]  # after a restart
+    assert send([*rows, *again]) == [*first[:2], (20, "loss", 0.3), (30, "loss", 0.2)]
+    assert send([*rows, *again]) == [*first[:2], (20, "loss", 0.3), (30, "loss", 0.2)]
+
+
+def test_rows_are_on_the_disk_before_they_count_as_sent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[int]()
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), fsync(fd)))
+    sink = Csv()
+    sink.open(run)
+    for step in (10, 20, 10):
+        sink.write([log_point(step, loss=0.5)])
+        assert synced[-1] == run.csv_file.stat().st_size
+    assert len(synced) == 4, "the file without the repeated lines, too"
+    sink.close("done", 0)
+    events = TensorBoard()
+    events.open(run)
+    for step in (10, 20):
+        events.write([log_point(step, loss=0.5)])
+        (file,) = run.tensorboard_dir.iterdir()
+        assert file.read_bytes().count(b"loss") == step / 10
+    events.close("done", 0)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, TextIO, final
 
 from headway.record.sinks.base import MetricRow, RunStatus, Sink
 from headway.record.sinks.rows import RestartDetector, scalars
@@ -22,7 +22,8 @@ _LINE_BYTES = 1 << 16
 class Csv(Sink):
     """Writes every number to a CSV file, one line each: step, time, kind, stage, epoch, name, value.
 
-    Steps that a restart repeats replace the first ones, so every step is in the file once.
+    Steps that a restart repeats replace the first ones, so every step is in the file once. A row that is sent again,
+    which has the time of the first one, changes nothing.
     """
 
     replaces_steps = True
@@ -37,17 +38,28 @@ class Csv(Sink):
         self._path = Path(self.file or run.csv_file)
         _remove_incomplete_line(self._path)
         self._restarts = RestartDetector(max(map(_train_step, self._lines()), default=-1))
+        self._earlier = {hash(tuple(line[:-1])) for line in self._lines()}
         self._append()
 
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             values, step = scalars(row), row["step"]
-            is_train = row.get("kind") == "train"  # rows of saves may come late, with an earlier step
-            if is_train and self._restarts.observe(row):
-                self._remove_repeated(step)
             point = [row.get(column, "") for column in _COLUMNS[:-2]]
-            self._writer.writerows([*point, name, value] for name, value in values.items())
-        self._file.flush()
+            missing = self._missing(point, values)
+            if len(missing) == len(values):  # a new row; all later ones are new, too
+                self._earlier.clear()
+                is_train = row.get("kind") == "train"  # rows of saves may come late, with an earlier step
+                if is_train and self._restarts.observe(row):
+                    self._remove_repeated(step)
+            self._writer.writerows([*point, name, value] for name, value in missing.items())
+        _sync(self._file)
+
+    def _missing(self, point: Sequence[Any], values: dict[str, float]) -> dict[str, float]:
+        """Returns the values without those that an earlier process wrote: it may have been killed before it noted so."""
+        if not self._earlier:
+            return values
+        start = ["" if each is None else str(each) for each in point]
+        return {name: value for name, value in values.items() if hash((*start, name)) not in self._earlier}
 
     def _append(self) -> None:
         self._file = self._path.open("a", newline="")
@@ -61,6 +73,7 @@ class Csv(Sink):
         kept = self._path.with_name(f".{self._path.name}.tmp")
         with kept.open("w", newline="") as file:
             csv.writer(file).writerows(line for line in self._lines() if _step(line) < step)
+            _sync(file)
         kept.replace(self._path)
         self._append()
 
@@ -71,6 +84,12 @@ class Csv(Sink):
 
     def close(self, status: RunStatus, exit_code: int) -> None:  # noqa: ARG002  a CSV file has no status
         self._file.close()
+
+
+def _sync(file: TextIO) -> None:
+    """Brings lines to the disk: the rows count as sent from then on."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _step(line: Sequence[str]) -> int:

@@ -51,6 +51,7 @@ class TensorBoard(Sink):
     def write(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             self._write_row(row)
+        self._writer.flush()  # the rows count as sent from then on
 
     def _begin_session(self, step: int) -> None:
         """Hides what was written from this step on, if an attempt begins here. Rows of earlier attempts, which these
@@ -85,6 +86,7 @@ class TensorBoard(Sink):
                 self._writer.add_event(
                     self._events.Event(wall_time=item.time, step=item.step, summary=summary)
                 )
+        self._writer.flush()
 
     def close(self, status: RunStatus, exit_code: int) -> None:  # noqa: ARG002  event files have no status
         self._writer.close()
