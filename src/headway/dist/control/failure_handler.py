@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,11 @@ from headway.system.log import logger, print_last
 _ABORT_TIMEOUT_S = 4.0
 """how long a failing rank waits for the hub's abort, which names the first cause; the hub takes at most two seconds"""
 
+_RECORD_S = 0.5
+"""how long the other ranks wait, at most, for rank 0 to record the end of the attempt; a busy disk takes seconds"""
+_DISK_S = 10.0
+"""how long rank 0 itself waits for that"""
+
 _ALONE_EXIT_S = 60.0
 """how long a single rank may take to exit after a failure: no other rank waits, and it may be uploading logs"""
 
@@ -51,6 +57,7 @@ class FailureHandler:
         """the screen's file descriptor, while this rank's stderr goes to its log file"""
         self._agent_has_record = False  # and so prints it
         self._is_first: bool | None = None  # whether the run's record is this rank's; None if there is none
+        self._recording: threading.Thread | None = None  # calls the callbacks
         self.callbacks: list[Callable[[FailureRecord], None]] = []
         """called by rank 0 with the first cause, before the ranks exit"""
 
@@ -93,6 +100,13 @@ class FailureHandler:
         signals.ignore_termination()
         where = self._write(record)
         record["failure_file"] = None if where is None else str(where)
+        self._recording = threading.Thread(
+            target=self._call_back, args=(record,), name="headway failure", daemon=True
+        )
+        self._recording.start()
+        self._recording.join(_RECORD_S)
+
+    def _call_back(self, record: FailureRecord) -> None:
         for callback in self.callbacks:
             try:
                 callback(record)
@@ -111,6 +125,8 @@ class FailureHandler:
     def on_all_down(self, record: FailureRecord) -> None:
         """Prints the cause on rank 0, when all other ranks have exited: it is the last thing on the screen."""
         cause = format_cause(record, self._launch.world_size, record["failure_file"])
+        if self._recording is not None:
+            self._recording.join(_DISK_S)
         capture.hard_exit(record["exit_code"], "" if self._agent_has_record else cause)
 
     def on_hub_lost(self) -> None:
