@@ -249,6 +249,18 @@ def test_experts_with_grouped_products_are_traced_under_amp(tiny: dict[str, Trac
     assert grouped.by_label["parameters"] == loop.by_label["parameters"] == 2 * 4 * 64 * 128 * 4
 
 
+def test_products_in_fp32_are_planned_without_16_bits(tiny: dict[str, TraceResult]) -> None:
+    """Also the grouped products of experts under amp, for which autocast has no rule."""
+    precisions = {
+        name: {kernel.precision for kernel in found.kernel_counts if kernel.flops}
+        for name, found in tiny.items()
+    }
+    assert (
+        precisions["plain"] == precisions["fsdp"] == precisions["pure"] == precisions["converted"] == {"bf16"}
+    )
+    assert precisions["experts"] == precisions["experts one by one"] == precisions["dropout"] == {"fp32"}
+
+
 def test_a_layer_that_chance_may_drop_is_kept(tiny: dict[str, TraceResult]) -> None:
     found = tiny["layer drop"]
     assert found.error is None and found.flops == 2 * 8 * 64 * 64 * (2 + 3)

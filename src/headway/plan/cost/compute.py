@@ -225,7 +225,10 @@ def gemm_seconds(gemm: Gemm, layout: Layout, device: Device, constants: Calibrat
 def attention_seconds(model: Transformer, layout: Layout, device: Device, constants: Calibration) -> float:
     """Seconds of the attention core, forward: fused, or two batched products that stream the score matrix."""
     kernel = constants.fused_attention if layout.megatron else constants.attention
-    rate = device.attention_flops * kernel if layout.flash else device.matrix_flops("bf16") * constants.matrix
+    products_rate = device.matrix_flops("bf16" if layout.precision in FP8 else layout.precision)
+    rate = products_rate * constants.matrix
+    if layout.flash:
+        rate = device.attention_flops * kernel * (products_rate / device.matrix_flops("bf16"))
     products = attention_gemms(model, layout)
     if not products:
         return 0.0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headway.plan.machine.calibration import Calibration
-from headway.plan.machine.hardware import Device
+from headway.plan.machine.hardware import FP8, FP32, Device
 
 _AMPERE = Calibration()
 _HOPPER = replace(
@@ -104,22 +104,28 @@ def scoped_calibration(given: Calibration | None, device: Device) -> tuple[Calib
     return replace(own, **{**host, **measured, **facts}), []
 
 
-def intervals(device: Device, constants: Calibration, *, fp8: bool) -> Mapping[str, TimeInterval]:
+def intervals(device: Device, constants: Calibration, precision: str) -> Mapping[str, TimeInterval]:
     """Returns the interval of each kind of work: from measurements, from its family, or the widest.
 
-    A measured step (`scale`) narrows the work on one device, but not the links.
+    A measured step (`scale`) narrows the work on one device, but not the links. Products in another precision than the
+    16 bits that were calibrated or published are narrowed by measured steps alone.
     """
     family = device_family(device)
     given = constants.device is None and constants.source.startswith("measured")
     measured_steps = given or "scale" in constants.measured
+    wide = precision in FP32 and not device.is_cpu
+    others = ("products", "attention", "experts") if wide else ("products",) if precision in FP8 else ()
     found = {}
     for constant, kind in _CLASSES.items():
         on_device = kind in ("products", "attention", "memory", "experts")
         measured = constant in constants.measured or (measured_steps and on_device)
-        if measured and not (fp8 and kind == "products" and not measured_steps):
+        other = kind in others and not measured_steps
+        if measured and not other:
             found[kind] = TimeInterval(*MEASURED, constants.source)
         elif family is None:
             found[kind] = TimeInterval(*_UNKNOWN, f"no published step on {device.name} is known")
+        elif other and wide:
+            found[kind] = TimeInterval(*_UNKNOWN, f"no published step in {precision} is known")
         else:
             found[kind] = TimeInterval(*_KNOWN[family][kind], _CONSTANTS[family].source)
     return found

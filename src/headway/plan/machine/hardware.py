@@ -15,6 +15,8 @@ from headway.plan.yaml_reader import parse_yaml
 GIB = 1 << 30
 FP8 = ("fp8", "amp-fp8")
 """Precisions whose matrix products are in 8 bits."""
+FP32 = ("fp32", "tf32")
+"""Precisions whose matrix products have inputs in 32 bits."""
 CONTEXT_BYTES = 767 * 2**20
 """Memory of a CUDA context, measured on an H200."""
 USABLE_SHARE = 0.985
@@ -36,6 +38,7 @@ class Device:
     fp16: float | None = None
     fp8: float | None = None
     fp32: float | None = None
+    """Without TF32, by vector units (AMD: matrix units). None: not known; products take as long as in TF32."""
     nvlink_GBps: float | None = None
     """One direction, all links together; None if peers communicate over PCIe."""
     peers: float | None = None
@@ -73,9 +76,14 @@ class Device:
         return (self.usable_GiB or USABLE_SHARE * self.memory_GB) * GIB
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether it is a calibrated CPU, whose products were measured in fp32."""
+        return self.name == "cpu"
+
+    @property
     def context_bytes(self) -> float:
         """Bytes that the driver takes for the CUDA context of a process. A calibrated CPU has none."""
-        return 0.0 if self.name == "cpu" else CONTEXT_BYTES
+        return 0.0 if self.is_cpu else CONTEXT_BYTES
 
     @property
     def context_text(self) -> str:
@@ -103,11 +111,12 @@ class Device:
         """FLOP/s that a large matrix product reaches."""
         if precision in FP8 and self.fp8:
             return self.fp8 * 1e12 * self.fp8_achievable * self.power_limited
-        if precision == "fp32":
-            # TF32 runs at half the 16-bit rate on every tensor-core device here
-            peak = self.fp32 * 1e12 if self.fp32 else self.peak_flops / 2
-            return peak * self.achievable * self.power_limited
-        return self.peak_flops * self.achievable * self.power_limited
+        peak = self.peak_flops
+        if precision in FP32 and not self.is_cpu:
+            # TF32 runs at half the 16-bit rate; a V100, without bf16, has no units for it
+            rounds = precision == "tf32" and self.bf16 is not None
+            peak = self.fp32 * 1e12 if self.fp32 and not rounds else peak / 2
+        return peak * self.achievable * self.power_limited
 
     @property
     def attention_flops(self) -> float:

@@ -15,7 +15,7 @@ Dispatcher = Literal["fused", "all-to-all"]
 Graphs = Literal["none", "layers", "step"]
 MOST_GPUS = 10_000_000
 """The largest clusters have some 100,000."""
-PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "pure-bf16", "fp8", "amp-fp8"]
+PrecisionName = Literal["bf16", "zero16", "amp", "fp32", "tf32", "pure-bf16", "fp8", "amp-fp8"]
 OptimizerName = Literal[
     "adamw", "adamw-fused", "adamw-foreach", "adamw8bit", "adamw-bf16", "sgd", "sgd-momentum", "lion", "muon"
 ]
@@ -42,6 +42,7 @@ PRECISIONS: dict[str, PrecisionBytes] = {
         4, 4, 0, 4, 2, 4, "torch autocast or FSDP2 mixed precision: fp32 weights: 16 with Adam"
     ),
     "fp32": PrecisionBytes(4, 4, 0, 4, 4, 4, "everything in fp32: 16 with Adam"),
+    "tf32": PrecisionBytes(4, 4, 0, 4, 4, 4, "everything in fp32, products in TF32: 16 with Adam"),
     "pure-bf16": PrecisionBytes(2, 2, 0, 2, 2, 2, "everything in bf16: 8 with Adam"),
     "fp8": PrecisionBytes(2, 4, 4, 4, 2, 2, "bf16 training with fp8 matrix products"),
     "amp-fp8": PrecisionBytes(4, 4, 0, 4, 2, 4, "as amp, with fp8 matrix products (torchao, torchtitan)"),
@@ -111,7 +112,8 @@ class Layout:
     recompute_layers: int | None = None
     """Layers of each pipeline stage that recompute; all if not given."""
     precision: PrecisionName = "bf16"
-    """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16, amp, amp-fp8 and fp32 16, pure-bf16 8."""
+    """Bytes per parameter with Adam: bf16 and fp8 18 (Megatron), zero16, amp, amp-fp8, fp32 and tf32 16,
+    pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
     """Moments: adamw 2, adamw8bit 2 in 8 bits, adamw-bf16 2 in 16 bits (DeepSeek-V3), lion, muon and sgd-momentum 1,
     sgd none. adamw is torch's default on a GPU, adamw-foreach, which needs a temporary copy of the weights; adamw-fused

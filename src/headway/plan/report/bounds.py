@@ -8,7 +8,7 @@ from headway.plan.cost.collectives import axis_group, shard_group
 from headway.plan.cost.steptime import StepTime
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import TimeInterval, intervals
-from headway.plan.machine.hardware import FP8, Node
+from headway.plan.machine.hardware import Node
 from headway.plan.model.layout import Layout
 from headway.plan.model.transformer import Transformer
 
@@ -31,7 +31,7 @@ def time_bounds(
     model: Transformer, layout: Layout, node: Node, constants: Calibration, step: StepTime
 ) -> TimeBounds:
     """Returns the interval of a step: the sum of its parts' intervals, as if all erred in the same direction."""
-    known = dict(intervals(node.device, constants, fp8=layout.precision in FP8))
+    known = dict(intervals(node.device, constants, layout.precision))
     if model.state_space and not known["products"].measured:
         known["products"] = _RECURRENT
     parts = {name: known[_kind(name, model, layout, node, constants)] for name in step.parts}

@@ -18,11 +18,13 @@ class Kernel(NamedTuple):
     operation: str
     flops: float
     bytes: int
+    precision: str = "bf16"
+    """Precision of a product: bf16 (any 16 bits), fp32, or tf32."""
 
     def seconds(self, node: Node, constants: Calibration) -> float:
         """Time on the device: the slower of arithmetic and memory traffic."""
         flops = self.flops / 2 if self.operation.endswith("(causal)") else self.flops
-        rate = node.device.matrix_flops("bf16") * constants.matrix
+        rate = node.device.matrix_flops(self.precision) * constants.matrix
         return max(flops / rate, self.bytes / stream_bytes_per_s(node.device, constants)) + _KERNEL_GAP_S
 
 

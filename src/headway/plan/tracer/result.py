@@ -8,7 +8,7 @@ from typing import Any
 from headway.errors import UsageError
 from headway.plan.cost.memory import RESERVE, RESERVE_FSDP
 from headway.plan.machine.calibration import Calibration
-from headway.plan.machine.hardware import Device, Node
+from headway.plan.machine.hardware import FP32, Device, Node
 from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
 from headway.plan.report.estimates import Estimate, verdict
 from headway.plan.report.quantity import UNBOUNDED, Quantity, approximate, exact, format_value
@@ -26,6 +26,8 @@ SHARDED_HIGH = 1.16
 CONVOLUTION_HIGH = 1.3
 # measured over roofline of those eight steps: 0.92 to 1.9, and 3.1 for a convolutional network
 TIME_LOW, TIME_HIGH, TIME_HIGH_CONVOLUTION = 0.9, 2.2, 3.3
+# no step with products in fp32 was measured
+TIME_LOW_FP32 = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +51,11 @@ class TraceResult:
     def of(cls, result: dict[str, Any]) -> TraceResult:
         """Reads the result of the tracing process."""
         rows = result.get("kernels", [])
-        kernels = [Kernel(str(name), float(flops), int(size)) for name, flops, size, _ in rows]
+        kernels = [
+            Kernel(str(name), float(flops), int(size), precision) for name, flops, size, precision, _ in rows
+        ]
         return cls(
-            kernel_counts={kernel: float(row[3]) for kernel, row in zip(kernels, rows, strict=True)},
+            kernel_counts={kernel: float(row[-1]) for kernel, row in zip(kernels, rows, strict=True)},
             queue=[(str(phase), kernels[number]) for phase, number in result.get("queue", [])],
             **{key: value for key, value in result.items() if key not in ("kernels", "queue", "kind")},
         )
@@ -204,7 +208,8 @@ def _time(
 ) -> dict[str, Quantity]:
     products, others, launches = found.seconds(node, constants)
     total = found.step_s(node, constants)
-    low, high = TIME_LOW, TIME_HIGH_CONVOLUTION if found.has_convolutions else TIME_HIGH
+    low = TIME_LOW - (TIME_LOW - TIME_LOW_FP32) * _fp32_share(found, node, constants)
+    high = TIME_HIGH_CONVOLUTION if found.has_convolutions else TIME_HIGH
     if constants.source.startswith("measured with"):  # fitted on this module, not only on this machine
         low, high = 0.9, 1.1
     answers = {
@@ -234,6 +239,16 @@ def _time(
             formula="batch x accumulate x ranks / time.step", source="trace",
         )  # fmt: skip
     return answers
+
+
+def _fp32_share(found: TraceResult, node: Node, constants: Calibration) -> float:
+    """Fraction of the device's time in products of fp32 or TF32; a CPU was measured in fp32."""
+    if node.device.is_cpu:
+        return 0.0
+    seconds = {
+        kernel: count * kernel.seconds(node, constants) for kernel, count in found.kernel_counts.items()
+    }
+    return sum(time for kernel, time in seconds.items() if kernel.precision in FP32) / sum(seconds.values())
 
 
 def _remedy(name: str, other: TraceResult, before: TraceResult, node: Node, constants: Calibration) -> Remedy:

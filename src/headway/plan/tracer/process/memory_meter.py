@@ -152,7 +152,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         touched = sum(_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)))
         if func in _CAUSAL and len(args) > _CAUSAL[func] and args[_CAUSAL[func]]:
             name = f"{name} (causal)"  # CUDA's kernels skip the masked half; FLOPs count it
-        self.queue.append((self.phase, Kernel(name, flops, touched)))
+        precision = _precision(name, args) if flops else "bf16"
+        self.queue.append((self.phase, Kernel(name, flops, touched, precision)))
         if name in _BLAS:
             self._add_workspace()
 
@@ -180,6 +181,15 @@ def _is_small_table(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], el
 
 def _bytes(leaf: Any) -> int:
     return leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else 0
+
+
+def _precision(name: str, args: tuple[Any, ...]) -> str:
+    """Returns the precision of a product on CUDA: of fp32, cuDNN rounds to TF32, and cuBLAS if the script allows it."""
+    leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    if any(leaf.is_floating_point() and leaf.dtype != torch.float32 for leaf in leaves):
+        return "bf16"
+    rounds = name.startswith(("convolution", "rnn")) or torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if rounds else "fp32"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
