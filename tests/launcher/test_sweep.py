@@ -143,6 +143,14 @@ def test_ctrl_c_ends_all_of_them_when_the_first_has_saved(project: Path) -> None
     assert [row.status.state for row in summarize(runs)] == ["stopped", "new"]
 
 
+def test_the_end_of_the_jobs_time_ends_all_of_them(project: Path) -> None:
+    """A run that watches the clock of its job stops by itself; another would end as soon."""
+    (project / "train.py").write_text("import sys; sys.exit(75)")
+    assert main(["run", "--array", "lr=1,2", "train.py"]) == 75
+    runs = resolve([label_of(project)])
+    assert [row.status.state for row in summarize(runs)] == ["stopped", "new"]
+
+
 def test_a_run_of_a_sweep_on_this_machine_is_resumed(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

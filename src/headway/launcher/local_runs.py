@@ -25,7 +25,7 @@ from headway.system.redact import REDACTED
 def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     """Runs a script once for each setting, each in its own run directory and all from one copy of the code.
 
-    Returns the exit code of the first run that failed; Ctrl-C, or another signal, ends the sweep.
+    Returns the exit code of the first run that failed. Ctrl-C, another signal, or the end of the job's time ends the sweep.
 
     >>> run_sweep(Script(name="train.py"), ["lr=1e-3,3e-4"], nproc=2)  # doctest: +SKIP
     0
@@ -46,7 +46,7 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
         agent = _agent_in(run, replace(make_program(run, script, values), nproc=nproc))
         code = run_recorded(run, agent.run)
         failed = failed or code
-        if agent.was_signaled or code in (INTERRUPTED, TERMINATED):
+        if agent.was_signaled or code in (INTERRUPTED, TERMINATED, Stopped.exit_code):
             if number < len(runs):
                 failed = failed or INTERRUPTED  # some were not even started
             break
