@@ -405,6 +405,22 @@ def test_a_process_of_the_same_number_on_this_machine_is_not_hit(
     assert not killed
 
 
+def test_a_job_that_was_started_again_by_hand_is_not_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that was launched is gone, and its number may be another program's by now."""
+    run = hw.Run.create(tmp_path / "runs")
+    gone = ProcessIdentity.of().to_dict() | {"born": "1"}
+    run.submission_file.write_text(json.dumps(gone))
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    with run.lock():
+        run.begin_attempt(world={})
+        with pytest.raises(UsageError, match=rf"was started again by hand: end pid {os.getpid()} on "):
+            hw.Job.open(run.path).cancel()
+    assert not killed
+
+
 def test_a_start_begins_without_the_end_of_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

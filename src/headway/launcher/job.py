@@ -27,6 +27,7 @@ from headway.launcher.functions.worker import Call
 from headway.launcher.job_start import BACKGROUND, restart
 from headway.run import Run
 from headway.run.info import newest_step, read_json
+from headway.run.lock import newest_owner
 from headway.run.status import State, Status, check_over, exit_code, is_unanswered, status
 from headway.schedulers.base import JobIds
 from headway.system import files
@@ -134,9 +135,15 @@ class Job:
             schedulers.load(ids.scheduler).cancel(ids)
         elif is_unanswered(submitted):
             raise UsageError(f"the number of the job of {self.id} is not known: look for it in the queue")
-        elif ProcessIdentity.from_dict(submitted).is_alive() is None:
-            raise UsageError(f"{self.id} runs on {submitted['host']}, not here: cancel it there")
-        elif not self.status().over:
+        else:
+            alive = ProcessIdentity.from_dict(submitted).is_alive()  # first: it may end, which the status then says
+            if self.status().over:
+                return
+            if alive is None:
+                raise UsageError(f"{self.id} runs on {submitted['host']}, not here: cancel it there")
+            if not alive:
+                owner = newest_owner(self.run.lock_dir)
+                raise UsageError(f"{self.id} was started again by hand: end {owner or 'that process'}")
             with suppress(ProcessLookupError):  # it ended by itself, this moment
                 os.kill(submitted["pid"], signal.SIGTERM)
 
