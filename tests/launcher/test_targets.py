@@ -122,6 +122,7 @@ def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
         (hw.Slurm, {"account": "--wrap=id"}, "leading '-'"),
         (hw.Slurm, {"extra": {"nodes": 3}}, "nodes has a setting of its own: nodes=3"),
         (hw.Slurm, {"extra": {"output": "x"}}, "--output is set by headway"),
+        (hw.Slurm, {"extra": {"clusters": "b"}}, "submit from a login node of that cluster"),
         (hw.Slurm, {"extra": {"a b": "x"}}, "'a b' is not an option of sbatch"),
         (hw.Slurm, {"extra": {"comment": "x\ny"}}, "cannot be passed to SLURM"),
         (hw.Slurm, {"setup": "module load cuda"}, "must be a list of strings"),

@@ -355,6 +355,11 @@ class Slurm(ClusterTarget):
                 raise UsageError(
                     f"extra: {name} has a setting of its own: {name.replace('-', '_')}={value!r:.80}"
                 )
+            if name in ("cluster", "clusters"):
+                raise UsageError(
+                    f"extra: --{name}: a job is looked up by its number, and another cluster has its own numbers; submit "
+                    "from a login node of that cluster"
+                )
             if name in _RESERVED_OPTIONS:
                 raise UsageError(f"extra: --{name} is set by headway; leave it out")
             if not isinstance(value, bool):
