@@ -14,6 +14,7 @@ import psutil
 import pytest
 from waiting import has_ended, wait_until
 
+from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from headway.errors import UsageError
 from headway.record.devices import __main__ as process, gpu, sampling
 from headway.record.devices.node import NodeMeter
@@ -56,6 +57,23 @@ def test_the_process_comes_and_goes_with_the_block(run: Run, monkeypatch: pytest
         (child,) = set(psutil.Process().children()) - before
     assert not child.is_running()
     assert run.device_log("cn1").read_text() == ""
+
+
+def test_signals_to_the_run_do_not_end_the_process(run: Run) -> None:
+    """SLURM may send them to all processes of the job."""
+    sampler = sampling.DeviceSampler(run, host="cn1", every_s=0.01)
+    sampler.start()
+    assert sampler._process is not None
+    try:
+        for number in STOP_SIGNALS:  # its interpreter has just started
+            sampler._process.send_signal(number)
+        wait_until(lambda: samples_of(run, "cn1"), "a sample is written")
+        for number in FORWARDED_SIGNALS:
+            sampler._process.send_signal(number)
+        count = len(samples_of(run, "cn1"))
+        wait_until(lambda: len(samples_of(run, "cn1")) > count + 1, "samples are written after the signals")
+    finally:
+        sampler.stop()
 
 
 def test_a_process_that_outlives_its_kill_does_not_hold_up_the_end(

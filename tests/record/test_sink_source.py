@@ -150,8 +150,20 @@ def test_a_csv_file_has_all_log_points_of_a_step_and_of_a_restart_the_repeated_o
 
 def test_rows_that_are_sent_again_are_in_a_csv_file_once(run: Run) -> None:
     """The process was killed before it had noted the rows, once also within a row; or all rows are sent again."""
-    start = {"kind": "validation", "time": 1.25, "stage": None, "epoch": 0, "step": 0, "metrics": {"val": 3.0}}
-    rows = [start, log_point(10, loss=0.5), log_point(20, loss=0.4, norm=2.0), log_point(20, fid=9.0, rate=0.0)]
+    start = {
+        "kind": "validation",
+        "time": 1.25,
+        "stage": None,
+        "epoch": 0,
+        "step": 0,
+        "metrics": {"val": 3.0},
+    }
+    rows = [
+        start,
+        log_point(10, loss=0.5),
+        log_point(20, loss=0.4, norm=2.0),
+        log_point(20, fid=9.0, rate=0.0),
+    ]
     first = [(0, "val", 3.0), (10, "loss", 0.5), (20, "loss", 0.4)]
     middle, last = (20, "norm", 2.0), (20, "fid", 9.0)
 

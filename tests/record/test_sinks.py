@@ -18,12 +18,14 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from each_rank import EachRank
 from waiting import wait_until
 
 from headway.dist import World
+from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_SIGNALS
 from headway.errors import MissingExtra, Stopped, UsageError
 from headway.record.media import read_media
 from headway.record.media.content import take_histogram, take_image, take_text
@@ -491,6 +493,26 @@ with feeding(run, [Mlflow(tracking_uri={store!r})]):
     found = mlflow_run(store, run)[1]
     assert found.info.status == "FAILED"
     assert found.data.metrics == {"loss": 0.5}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_signals_to_the_run_end_no_sink(run: Run, messages: list[str]) -> None:
+    """SLURM may send them to all processes of the job."""
+    before = set(psutil.Process().children())
+    with feeding(run, [Csv()], finish_s=60):
+        (sink,) = set(psutil.Process().children()) - before
+        for number in STOP_SIGNALS:  # its interpreter has just started
+            sink.send_signal(number)
+        write(run, 1)
+        wait_until(lambda: run.csv_file.exists() and "loss" in run.csv_file.read_text(), "the sink has a row")
+        for number in FORWARDED_SIGNALS:
+            sink.send_signal(number)
+        write(run, 2)
+        status = dict(line.split(":\t") for line in Path(f"/proc/{sink.pid}/status").read_text().splitlines())
+    assert messages == [] and run.csv_file.read_text().count("train/loss") == 2
+    bits = sum(1 << number - 1 for number in FORWARDED_SIGNALS)
+    for kind in ("SigBlk", "SigIgn"):
+        assert not int(status[kind], 16) & bits, "programs that it starts handle signals as usual"
 
 
 @pytest.mark.usefixtures("no_leaks")

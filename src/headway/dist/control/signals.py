@@ -93,6 +93,13 @@ def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a wor
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
+def ignore_run_signals() -> None:
+    """Makes a process that a rank has started by `block_signals` ignore all signals that are meant for the run."""
+    for number in FORWARDED_SIGNALS:
+        ignore_signal(number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+
+
 def ignore_signal(number: int) -> None:
     """Ignores a signal in this process only; it interrupts no system call, also none of C libraries."""
     signal.signal(number, lambda *_: None)

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
+from headway.dist.control.signals import ignore_run_signals
 from headway.errors import RunLocked
 from headway.record.devices.gpu import nvml_session, sample_gpu
 from headway.record.devices.node import NodeMeter
@@ -33,6 +34,7 @@ def main(path: str, owner: str, host: str, every_s: float) -> None:
 
 
 if __name__ == "__main__":
+    ignore_run_signals()
     os.nice(10)  # training comes first
     path, owner, host, seconds = sys.argv[1:]
     main(path, owner, host, every_s=float(seconds))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import final
 
+from headway.dist.control.signals import block_signals
 from headway.interpreter import module_command, module_environment
 from headway.run import Run
 from headway.system import environment, files
@@ -64,7 +65,8 @@ class DeviceSampler:
         try:
             log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
-                with block_forks():  # the training thread may start data workers at the same time
+                # the training thread may start data workers at the same time; signals are for the training process
+                with block_forks(), block_signals():
                     self._process = subprocess.Popen(
                         self._command,
                         env=module_environment(),

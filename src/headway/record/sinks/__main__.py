@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
+from headway.dist.control.signals import ignore_run_signals
 from headway.record.media.index import MediaItem, MediaTail
 from headway.record.sinks import transport
 from headway.record.sinks.base import MetricRow, Sink
@@ -190,4 +191,5 @@ def _recorded_end(run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    ignore_run_signals()
     main()

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
+from headway.dist.control.signals import block_signals
 from headway.errors import UsageError
 from headway.interpreter import module_command, module_environment
 from headway.record.attempt import ending
@@ -20,6 +21,7 @@ from headway.record.sinks.base import Sink
 from headway.run import Run
 from headway.run.info import to_json
 from headway.system import files
+from headway.system.locks import block_forks
 from headway.system.log import logger
 from headway.system.redact import redact, redact_tree
 
@@ -90,14 +92,16 @@ class Feeder:
         self._sink, self._log = sink, run.sink_log(sink.name, rank)
         log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            self._process = subprocess.Popen(
-                module_command("headway.record.sinks"),
-                env=module_environment(),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the training process
-            )
+            # other threads may start processes at the same time; signals are for the training process
+            with block_forks(), block_signals():
+                self._process = subprocess.Popen(
+                    module_command("headway.record.sinks"),
+                    env=module_environment(),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for the training process
+                )
         finally:
             os.close(log)
         owner = run.fence.number if run.fence else None
