@@ -97,6 +97,11 @@ def test_where_to_kill() -> None:
         ("first-epoch", 1, "1 steps"),
         ("end", 1, "1 steps"),
     ]
+    assert [point.name for point in verify._choose(short, None)] == ["first-epoch", "end"]
+    with pytest.raises(
+        UsageError, match=r"one epoch, so it cannot be killed at 'boundary'.*first-epoch or end"
+    ):
+        verify._choose(short, ["end", "boundary"])
 
 
 def test_what_is_compared() -> None:
@@ -140,6 +145,10 @@ def test_the_table() -> None:
         " ".join(line.split()) == "after the last step 30 2 -> 1 step 28 2 DIFFERS: samples from step 29 on"
     )
     assert head.index("verdict") == line.index("DIFFERS") and rest == ["    one", "    other"]
+    short = replace(report, left_out=["boundary", "last-epoch"]).table().splitlines()
+    assert short[-1] == (
+        "not killed just after the first epoch and in the middle of the last epoch: the training has one epoch"
+    )
 
 
 def test_the_last_checkpoints_are_compared(tmp_path: Path) -> None:
@@ -177,6 +186,26 @@ def test_a_script_that_forgets_something(tmp_path: Path) -> None:
     assert not report.ok and not verdict.same
     assert verdict.words.startswith("loss from step 5 on\n"), "the first step after the checkpoint"
     assert "two uninterrupted runs differ" not in verdict.words
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_a_training_of_one_epoch_is_killed_at_two_points_and_the_report_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(script(tmp_path))
+    path.write_text(path.read_text().replace("max_epochs=2", "max_epochs=1"))
+    assert main(["verify-resume", "--json", str(path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["left_out"] == ["boundary", "last-epoch"] and len(report["verdicts"]) == 3
+    assert main(["verify-resume", "--at", "boundary", str(path)]) == 2
+    assert "the training has one epoch, so it cannot be killed at 'boundary'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_a_script_that_ends_before_the_kill_is_named(tmp_path: Path) -> None:
+    escapes = f"pipe.enable_checkpointing(); import os; os.environ.pop({environment.FAILPOINT!r}, None)"
+    with pytest.raises(HeadwayError, match=r"fit\.py ended before step 5, at which it was to be killed"):
+        verify_resume(script(tmp_path, keeps=escapes), at=["first-epoch"])
 
 
 @pytest.mark.timeout(400)

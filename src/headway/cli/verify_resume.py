@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         "--at",
         action="append",
         metavar="POINT",
-        help="first-epoch, boundary, last-epoch or end (default: all)",
+        help="first-epoch, boundary, last-epoch or end (default: all that the training has)",
     )
     parser.add_argument("--keep", metavar="DIR", help="keep the runs there (default: a temporary directory)")
     parser.add_argument(
@@ -42,14 +42,14 @@ def main(argv: list[str]) -> int:
     parser.add_script(module=False)
     options = parser.parse_args(argv)
 
-    from headway.testing.verify import POINTS, verify_resume  # late: it is not needed for --help
+    from headway.testing.verify import verify_resume  # late: it is not needed for --help
 
     report = verify_resume(
         options.script,
         options.args,
         nproc=options.nproc,
         other_nproc=options.other_nproc,
-        at=options.at or tuple(POINTS),
+        at=options.at,
         keep=options.keep,
         timeout=options.timeout,
         progress=logger.info,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, final
 
@@ -82,6 +83,8 @@ class ResumeReport:
     steps: int
     seconds: float
     verdicts: list[Verdict] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """names of points that the training does not have, because it has one epoch"""
 
     @property
     def ok(self) -> bool:
@@ -106,10 +109,13 @@ class ResumeReport:
             for each in self.verdicts
         ]
         widths = [*(max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1]), 0]
-        return "\n".join(
+        left_out = " and ".join(POINTS[name] for name in self.left_out)
+        notes = [f"not killed {left_out}: the training has one epoch"] if left_out else []
+        table = (
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         )
+        return "\n".join([*table, *notes])
 
 
 def verify_resume(
@@ -118,23 +124,24 @@ def verify_resume(
     *,
     nproc: int = 1,
     other_nproc: int | None = None,
-    at: Sequence[str] = tuple(POINTS),
+    at: Sequence[str] | None = None,
     keep: str | Path | None = None,
     timeout: float = 3600.0,
     progress: Callable[[str], object] = lambda _: None,
 ) -> ResumeReport:
-    """Kills and resumes a script at four points, on `nproc` ranks and, if given, resumed on `other_nproc`.
+    """Kills and resumes a script at up to four points, on `nproc` ranks and, if given, resumed on `other_nproc`.
 
-    `at` chooses among the points: first-epoch, boundary, last-epoch, end. The script uses `pipe.enable_checkpointing`,
-    whose interval is set from outside, or saves in a loop of its own with a `hw.train.Ledger`. Runs are written to a
-    temporary directory, or to `keep`. `timeout` is for one start; `progress` is called with a line before each.
+    `at` chooses points: first-epoch, boundary, last-epoch, end; by default all, of one epoch the first and last. The
+    script uses `pipe.enable_checkpointing`, whose interval is set from outside, or saves in a loop of its own with a
+    `hw.train.Ledger`. Runs are written to a temporary directory, or to `keep`. `timeout` is for one start; `progress`
+    is called with a line before each.
 
     >>> report = hw.testing.verify_resume("train.py", ["--epochs", "2"], nproc=2, other_nproc=1)
     >>> assert report.ok, report.table()
     """
     if not Path(script).is_file():
         raise UsageError(f"there is no file {str(script)!r} in {Path.cwd()}")
-    if unknown := [name for name in at if name not in POINTS]:
+    if unknown := [name for name in at or () if name not in POINTS]:
         raise unknown_name("point to kill at", unknown[0], POINTS)
     check_nproc(nproc)
     if other_nproc is not None:
@@ -150,7 +157,7 @@ def verify_resume(
         progress(f"an uninterrupted run on {plural(nproc, 'rank')}")
         golden = trial.run_uninterrupted(nproc)
         took_s = time.monotonic() - start
-        chosen = [each for each in points(golden) if each.name in at]
+        chosen = _choose(golden, at)
         resumed_on = [nproc] if other_nproc is None else [nproc, other_nproc]
         left = 2 * len(chosen) * len(resumed_on) + 1  # killed and resumed, and started again
         progress(
@@ -158,12 +165,9 @@ def verify_resume(
             f"{format_duration(left * took_s)}"
         )
         verdicts = []
-        for after in resumed_on:
-            for point in chosen:
-                progress(
-                    f"killed {POINTS[point.name]}, at step {point.step}, then on {plural(after, 'rank')}"
-                )
-                verdicts.append(trial.kill(golden, point, nproc, after))
+        for after, point in product(resumed_on, chosen):
+            progress(f"killed {POINTS[point.name]}, at step {point.step}, then on {plural(after, 'rank')}")
+            verdicts.append(trial.kill(golden, point, nproc, after))
         progress("started again after its end")
         verdicts.append(trial.start_again(golden, nproc))
         return ResumeReport(
@@ -171,6 +175,7 @@ def verify_resume(
             steps=len(golden.last),
             seconds=round(time.monotonic() - start, 1),
             verdicts=verdicts,
+            left_out=[name for name in POINTS if at is None and name not in {each.name for each in chosen}],
         )
 
 
@@ -187,6 +192,17 @@ def points(golden: LedgerContents) -> Iterator[KillPoint]:
         yield KillPoint(name="boundary", step=first[-1] + 1, every="1ep")
         yield KillPoint(name="last-epoch", step=last[len(last) // 2], every=often)
     yield KillPoint(name="end", step=steps[-1].step, every=often)
+
+
+def _choose(golden: LedgerContents, at: Sequence[str] | None) -> list[KillPoint]:
+    """Returns the points to kill at: those that are named, by default all that the run has."""
+    found = {point.name: point for point in points(golden)}
+    if missing := [name for name in at or () if name not in found]:
+        raise UsageError(
+            f"the training has one epoch, so it cannot be killed at {missing[0]!r}: train two epochs, or choose "
+            f"{' or '.join(found)}"
+        )
+    return [point for name, point in found.items() if at is None or name in at]
 
 
 def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) -> tuple[bool, str]:
@@ -313,9 +329,8 @@ class _Trial:
         return found
 
     def kill(self, golden: LedgerContents, point: KillPoint, nproc: int, after: int) -> Verdict:
-        run, victim = self._new_run(), nproc - 1
-        fault = faults.at("train.step", rank=victim, nth=point.step, action="kill9")
-        self._start(run, nproc, fault=fault, every=point.every)
+        run = self._new_run()
+        self._start(run, nproc, kill_at=point.step, every=point.every)
         self._start(run, after, every=point.every)
         began = int(run.info()["attempts"][-1]["step_started"])
         same, words = compare(golden, ledger.load(run), same_ranks=nproc == after)
@@ -364,18 +379,17 @@ class _Trial:
     def _new_run(self) -> Run:
         return Run.create(self.directory, name="verify", world={})
 
-    def _start(
-        self, run: Run, nproc: int, *, fault: faults.Faults | None = None, every: str | None = None
-    ) -> None:
+    def _start(self, run: Run, nproc: int, *, kill_at: int | None = None, every: str | None = None) -> None:
         environ = {name: value for name, value in os.environ.items() if name != environment.FAILPOINT}
         environ |= {environment.RUN: str(run.path), environment.LEDGER: "1"}
         # not in the background: whether a save is complete at the moment of the kill must not depend on timing
         environ |= {environment.SAVE_EVERY: every, environment.SAVE_IN_BACKGROUND: "0"} if every else {}
-        environ |= fault.environ if fault else {}
+        if kill_at is not None:
+            environ |= faults.at("train.step", rank=nproc - 1, nth=kill_at, action="kill9").environ
         command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
         limit_s = self.timeout
         # it is killed before an uninterrupted start would end
-        if fault is not None and self._took_s is not None:
+        if kill_at is not None and self._took_s is not None:
             limit_s = min(limit_s, _SLOWER * self._took_s + _END_S)
         try:
             done = subprocess.run(
@@ -391,18 +405,19 @@ class _Trial:
         except subprocess.TimeoutExpired:
             if limit_s < self.timeout:
                 raise HeadwayError(
-                    f"{self.script} was to be killed at {fault and fault.text}, and did not end within {limit_s:.0f} "
+                    f"{self.script} was to be killed at step {kill_at}, and did not end within {limit_s:.0f} "
                     f"s, though uninterrupted it took {self._took_s:.0f} s: look for threads and processes that "
                     "outlive a failure"
                 ) from None
             raise HeadwayError(
                 f"{self.script} did not end within {self.timeout:g} s: shorten it, or raise the timeout"
             ) from None
-        if fault is not None and done.returncode == 0:
+        if kill_at is not None and done.returncode == 0:
             raise HeadwayError(
-                f"{self.script} was to be killed at {fault.text}, but ended with exit code 0: it never got there"
+                f"{self.script} ended before step {kill_at}, at which it was to be killed: let it train the same "
+                "number of steps at every start"
             )
-        if (fault is None) != (done.returncode == 0):
+        if (kill_at is None) != (done.returncode == 0):
             raise HeadwayError(
                 f"{self.script} ended with exit code {done.returncode}, so nothing can be verified; its last output:\n"
                 f"{done.stdout[-_OUTPUT_CHARS:]}"
