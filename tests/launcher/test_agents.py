@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,9 @@ from waiting import wait_until
 from headway.data import pack
 from headway.data.cache import node_cache
 from headway.dist.failure import heartbeat
-from headway.errors import RankFailure
+from headway.errors import RankFailure, StorageError
 from headway.launcher import step
-from headway.launcher.agent import environment, step_outcome, team as teams
+from headway.launcher.agent import environment, node, step_outcome, team as teams
 from headway.launcher.agent.agent import Agent
 from headway.launcher.agent.environment import cpu_shares, kernel_caches, private_directory, split_cpus
 from headway.launcher.agent.launch_records import LaunchRecords, Outcome
@@ -63,7 +63,42 @@ def test_agents_meet_in_a_folder_where_an_earlier_launch_has_been(tmp_path: Path
     assert [seat.world_size for seat in _gather(new, [2, 3])] == [5, 5]
 
 
-def _gather(agents: list[Team], nproc: list[int]) -> list[environment.AgentPlacement]:
+def test_records_of_an_earlier_launch_that_was_killed_are_not_read(tmp_path: Path) -> None:
+    old = [Team(tmp_path / "meet", number=number, size=2) for number in range(2)]
+    _gather(old, [1, 1])
+    for team in old:
+        team.begin_round(0)
+    old[1].conclude({"exit_code": 1, "record": None})
+    old[1].mark_ended(1)
+    old[1].leave()
+    new = [Team(tmp_path / "meet", number=number, size=2) for number in range(2)]
+    # the first agent waits for the second one, whose old announcement is still there
+    assert [seat.world_size for seat in _gather(new, [2, 3], order=(0, 1))] == [5, 5]
+    for team in new:
+        team.begin_round(0)
+    assert new[0].outcome() is None and new[0]._read(new[0]._ended_file(1)) is None
+    new[0].leave()
+    assert new[0].directory.exists(), "the second agent has not left"
+
+
+def test_an_agent_that_fails_leaves_the_others_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("PMIX_NAMESPACE", "7")
+    monkeypatch.setenv("HEADWAY_RUNS", str(tmp_path))
+
+    def fail(_: Agent) -> int:
+        raise StorageError("no space left for its directory")
+
+    monkeypatch.setattr(Agent, "run", fail)
+    with pytest.raises(StorageError):
+        node.run_here(["true"], nproc=1)
+    assert [path.name for path in (tmp_path / ".agents-mpi-7").iterdir()] == ["left-00000.json"]
+
+
+def _gather(
+    agents: list[Team], nproc: list[int], order: Sequence[int] = (1, 0)
+) -> list[environment.AgentPlacement]:
     found: dict[int, environment.AgentPlacement] = {}
 
     def meet(index: int) -> None:
@@ -79,8 +114,8 @@ def _gather(agents: list[Team], nproc: list[int]) -> list[environment.AgentPlace
         wait_until(lambda: announcement(index) != before, "the agent has announced itself")
         return thread
 
-    # the later agents first: the first one then finds all of them, and no leftovers
-    for thread in [start(index) for index in reversed(range(len(agents)))]:
+    # the later agent first: the first one then finds both
+    for thread in [start(index) for index in order]:
         thread.join()
     for agent in agents:
         agent.end_watch()  # else its thread lives as long as this process

@@ -71,7 +71,8 @@ def run_here(command: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
         team = Team(directory, number=place.rank, size=place.world_size)
     node = schedulers.node()
     host = node.host if node else socket.gethostname()
-    code = Agent(command, nproc=nproc, team=team, host=host, max_restarts=max_restarts).run()
-    if team is not None:
-        team.leave()
-    return code
+    try:
+        return Agent(command, nproc=nproc, team=team, host=host, max_restarts=max_restarts).run()
+    finally:
+        if team is not None:
+            team.leave()

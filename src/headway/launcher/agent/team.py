@@ -37,6 +37,7 @@ GATHER_TIMEOUT_S = 3600.0
 """how long agents wait for each other: one of them may have to copy data to its node first"""
 _RESTART_TIMEOUT_S = 60.0
 _REPORTED, _RESTART = "reported.json", "restart.json"
+_LEFT = "left-*.json"
 
 
 @final
@@ -105,7 +106,14 @@ class Team:
         """Announces this agent; returns the announcements of all agents, from the roster that agent 0 writes."""
         self._write(self._agent_file(self.number), me)
         if self.number == 0:
-            everyone = [self._expect(self._agent_file(number), deadline) for number in range(self.size)]
+            earlier = self._clear_earlier_launch()
+
+            def is_new(announced: dict[str, Any]) -> bool:
+                return announced["token"] not in earlier
+
+            everyone = [
+                self._expect(self._agent_file(number), deadline, is_new) for number in range(self.size)
+            ]
             self._write(self.directory / ROSTER, {"members": everyone})
             return everyone
 
@@ -115,6 +123,16 @@ class Team:
 
         found: list[dict[str, Any]] = self._expect(self.directory / ROSTER, deadline, is_ours)["members"]
         return found
+
+    def _clear_earlier_launch(self) -> set[str]:
+        """Removes what a launch of the same name has left that was killed; returns the tokens of its agents."""
+        if (roster := self._read(self.directory / ROSTER)) is None:
+            return set()
+        for path in self.directory.glob("round-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.directory.glob(_LEFT):
+            path.unlink(missing_ok=True)
+        return {str(member["token"]) for member in roster["members"]}
 
     def loss(self) -> FailureRecord | None:
         """Returns the failure record of an agent that is silent without having recorded the end of its ranks."""
@@ -214,8 +232,8 @@ class Team:
 
     def leave(self) -> None:
         """Removes the directory if this is the last agent to leave."""
-        self._try_to_write(self.directory / f"left-{self.number:05d}.json", {})
-        if len(list(self.directory.glob("left-*.json"))) == self.size:
+        self._try_to_write(self.directory / _LEFT.replace("*", f"{self.number:05d}"), {})
+        if len(list(self.directory.glob(_LEFT))) == self.size:
             shutil.rmtree(self.directory, ignore_errors=True)  # two may both be the last
 
     def _wait(
