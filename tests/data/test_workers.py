@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils import data as torch_data
@@ -21,6 +22,7 @@ from headway.data import DataLoader, worker_init
 from headway.dist.failure.capture import hard_exit
 from headway.dist.failure.exit_deadline import EXIT_CODE
 from headway.system.log import logger
+from headway.train.batches import open_loader
 
 
 class Items(torch_data.Dataset[object]):
@@ -119,6 +121,41 @@ def test_a_worker_that_is_stopped_is_named_with_what_resumes_it(
 def test_a_batch_that_cannot_be_sent_is_an_error() -> None:
     with pytest.raises(Exception, match=r"when data worker 0 sent a batch to its rank(.|\n)*Can't pickle"):
         list(load(lambda: lambda: None))
+
+
+class OwnIterator:
+    """As that of torchdata's StatefulDataLoader: it has workers, and is not of torch's class."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches, self._workers = batches, batches._workers
+
+    def __iter__(self) -> OwnIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+class Wrapping(torch_data.DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return OwnIterator(super().__iter__())
+
+
+class Generating(torch_data.DataLoader[Any]):
+    """As timm's MultiEpochsDataLoader, whose workers start with the loop."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [Wrapping, Generating])
+def test_a_loader_of_torch_may_have_an_iterator_of_its_own(kind: type[torch_data.DataLoader[Any]]) -> None:
+    loader = kind(Items(int), batch_size=2, num_workers=1, collate_fn=list)
+    batches: Any = open_loader(loader)
+    if kind is Wrapping:
+        (worker,) = batches._workers
+        assert "terminate" in vars(worker._popen), "it ends although it ignores SIGTERM"
+    assert list(batches) == [[0, 0]] * 4
 
 
 def test_an_error_that_cannot_be_sent_either_ends_the_worker() -> None:

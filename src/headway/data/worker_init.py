@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import queues, resource_tracker
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, final
@@ -55,10 +56,11 @@ def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
         server_child.preload()  # processes of the user are forked from the server, too
     with block_signals():  # workers start with these signals blocked, which are meant for the rank
         batches = iter(loader)
-    assert isinstance(batches, _MultiProcessingDataLoaderIter)
-    for worker in batches._workers:
-        end_by_own_signal(worker)
-    if not loader.timeout:
+    workers = getattr(batches, "_workers", None)  # a subclass may have an iterator of its own
+    for worker in workers if isinstance(workers, list) else ():
+        if isinstance(worker, BaseProcess):
+            end_by_own_signal(worker)
+    if isinstance(batches, _MultiProcessingDataLoaderIter) and not loader.timeout:
         vars(batches)["_try_get_data"] = _SilenceWatch(batches).try_get_data
     return batches
 
