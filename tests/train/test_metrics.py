@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as c10d
@@ -280,6 +281,14 @@ def test_bad_calls_name_the_metric_and_the_remedy(change: dict[str, object], mes
     with pytest.raises(UsageError) as caught:
         MetricAccumulator(CPU).log(**arguments)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+def test_numbers_of_numpy_are_logged() -> None:
+    meter = MetricAccumulator(CPU)
+    for value in (np.float32(0.5), np.float64(1.5)):
+        meter.log("f1", value)
+        meter.log("count", np.int64(3), reduce="sum")
+    assert meter.reduce().values == {"f1": 1.0, "count": 6.0}
 
 
 def test_a_metric_keeps_its_shape_and_reduction() -> None:

@@ -237,7 +237,7 @@ class MetricAccumulator:
                 f'metric {name!r} was logged with reduce="{before}" and now with "{reduce}" (scope "{scope}"): '
                 "give the second one another name"
             )
-        if not isinstance(value, Tensor | int | float):
+        if not isinstance(value, Tensor | int | float | np.number):
             raise UsageError(
                 f"metric {name!r} is of type {type(value).__name__}: log a number or a tensor, on any device"
             )
