@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader as TorchLoader
 
 import headway as hw
@@ -98,9 +99,25 @@ class Triple(Pair):
     """A named tuple's subclass, which has its fields from there."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Record:
-    x: torch.Tensor
+    x: torch.Tensor | None
+    more: Any
+
+    def __post_init__(self) -> None:
+        assert self.x is None or not self.x.is_meta, "it is made once, by the loader"
+
+
+class Graph:
+    """As the batches of PyTorch Geometric: it moves itself."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(2)
+
+    def to(self, device: torch.device) -> Graph:
+        moved = Graph()
+        moved.x = self.x.to(device)
+        return moved
 
 
 @pytest.mark.parametrize(
@@ -118,8 +135,27 @@ def test_batches_of_any_type_are_moved_and_left_as_they_were(move: Callable[[Any
     assert type(move(Named(**parts))) is dict, "which cannot be made from its parts"
     triple = move(Triple(parts["x"], 3))
     assert type(triple) is Triple and triple.image.is_meta and triple.label == 3
-    record = Record(parts["x"])
-    assert move(record) is record, "an object of one's own is the step's to move"
+    record = Record(parts["x"], [parts["x"], "a"])
+    moved = move(record)
+    assert type(moved) is Record and moved.x.is_meta and moved.more[0].is_meta and moved.more[1] == "a"
+    assert record.x is parts["x"] and record.more[0] is parts["x"]
+    assert move(plain := Record(None, "a")) is plain
+
+
+def test_an_object_with_a_method_to_moves_itself() -> None:
+    graph, packed = Graph(), pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    batch = {"graph": graph, "pair": (packed, torch.ones(2))}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["graph"].x.is_meta and not graph.x.is_meta
+    sequence, tensor = moved["pair"]
+    assert type(sequence) is PackedSequence and sequence.data.is_meta and tensor.is_meta
+    assert not sequence.batch_sizes.is_meta, "which recurrent layers need on the CPU"
+    assert [tensor.shape for tensor in find_tensors(batch)] == [(2,)], "which a feed stages"
+    staged = map_tensors(batch, META)
+    assert staged["graph"] is graph and staged["pair"][0] is packed and staged["pair"][1].is_meta
+    assert StagedBatch(staged, cast(Any, None)).hand_over() is staged
+    later = StagedBatch(staged, cast(Any, None), torch.device("meta")).hand_over()
+    assert later["graph"].x.is_meta and later["pair"][0].data.is_meta
 
 
 def test_shards_are_fed_by_the_threads_of_the_loader_and_the_position_is_what_was_consumed(

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor
 
-from headway.data.feed.nested import find_tensors, like, like_mapping, map_tensors
+from headway.data.feed.nested import (
+    find_leaves,
+    find_tensors,
+    is_record,
+    like,
+    like_mapping,
+    map_fields,
+    map_tensors,
+    moves_itself,
+)
 from headway.data.feed.pinned_ring import PinnedRing, fits_slot, size_in_slot
 from headway.errors import UsageError
 
@@ -29,6 +38,8 @@ class StagedBatch(NamedTuple):
     batch: Any
     ready: torch.cuda.Event
     """recorded when the batch is complete"""
+    device: torch.device | None = None
+    """where objects in the batch that move themselves are still to be moved"""
 
     def hand_over(self) -> Any:
         """Returns the batch for use on the current stream, which waits for it; the host does not."""
@@ -41,7 +52,8 @@ class StagedBatch(NamedTuple):
                 streams[tensor.device].wait_event(self.ready)
             # the allocator must not reuse its memory before this stream is done with it
             tensor.record_stream(streams[tensor.device])
-        return self.batch
+        # objects on the current stream: the tensors within them are not known, to be recorded
+        return self.batch if self.device is None else to_device(self.batch, self.device)
 
 
 @final
@@ -73,7 +85,8 @@ class DeviceFeed:
             )
             if slot is not None:
                 slot.copied.record(self._stream)
-            return StagedBatch(moved, self._stream.record_event())
+            later = self._device if any(map(moves_itself, find_leaves(moved))) else None
+            return StagedBatch(moved, self._stream.record_event(), later)
 
     def move(self, batch: Any) -> Any:
         """Returns the batch on the device, for use on the current stream."""
@@ -99,13 +112,18 @@ def is_small(batch: Any) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns the batch with its tensors on `device`; copies from pinned memory are asynchronous."""
+    """Returns the batch with its tensors on `device`; copies from pinned memory are asynchronous.
+
+    Tensors are found in tuples, lists, dicts and dataclasses; an object with a `to` of its own is moved with that.
+    """
     if isinstance(batch, (tuple, list)):
+        kind = type(batch)
+        if kind is not tuple and kind is not list and moves_itself(batch):
+            return batch.to(device)  # type: ignore[union-attr]
         parts = []
         for part in batch:  # most parts are plain tensors: no recursion for them
             plain = type(part) is Tensor and part.is_cpu
             parts.append(part.to(device, non_blocking=True) if plain else to_device(part, device))
-        kind = type(batch)
         return parts if kind is list else tuple(parts) if kind is tuple else like(batch, parts)
     if isinstance(batch, Tensor):
         if batch.device == device:
@@ -114,6 +132,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return like_mapping(batch, {key: to_device(part, device) for key, part in batch.items()})
+    if moves_itself(batch):
+        return batch.to(device)
+    if is_record(batch):
+        return map_fields(batch, lambda part: to_device(part, device))
     return batch
 
 
