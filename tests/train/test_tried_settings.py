@@ -198,11 +198,11 @@ NAMES = "is not a valid model of the pipeline (did you mean 'net'?); valid: net"
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "val_every=0.25, no length": (
         tried(val_every=0.25, train=Unsized(4)),
-        'val_every=0.25 is a part of an epoch, and a Unsized has no length: give steps, such as "500 steps", or',
+        "val_every=0.25 is a part of an epoch, and a Unsized has no exact length: give steps, such as",
     ),
     "limit_train_batches=0.1, no length": (
         tried(limit_train_batches=0.1, train=Unsized(4)),
-        "limit_train_batches=0.1 is a part of all batches, and a Unsized has no length: give a number of batches",
+        "limit_train_batches=0.1 is a part of all batches, and a Unsized has no exact length: give a number of",
     ),
     "limit_train_batches=0.01 of 10": (
         tried(limit_train_batches=0.01),

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from toys import Batches, Classify, by_hand, make_net, make_pipe
+from torch.utils.data import DataLoader as TorchLoader, IterableDataset
+from toys import FEATURES, Batches, Classify, by_hand, make_net, make_pipe
 
 import headway as hw
 from headway.errors import UsageError
 from headway.system.log import logger
 from headway.testing import ranks
 from headway.train import Pipeline, Stage
+from headway.train.batches import FirstBatch, exact_count
 
 LENGTHS = (7, 10)
 
@@ -213,6 +215,50 @@ def test_a_loop_of_ones_own_ends_with_the_shortest(tmp_path: Path) -> None:
         assert_weights(pipe, net, exact=True)
         expected = line(7).replace("'classify'", "'own'").removesuffix(', or pass uneven="longest"')
         assert lines == ([expected] if hw.rank() == 0 else [])
+
+
+class Claims(IterableDataset[Any]):
+    """Claims to have 20 samples, and gives others: torch documents the length of its loader as an estimate."""
+
+    def __init__(self, given: int) -> None:
+        self.given = given
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(self.given)
+        for number in range(self.given):
+            yield torch.randn(FEATURES, generator=generator), number % 3
+
+
+def claims(given: int) -> Any:
+    return TorchLoader(Claims(given), batch_size=5)
+
+
+OF_TORCH = "ignore:Length of IterableDataset"  # it warns of each sample that is too many
+
+
+@ranks(2)
+@pytest.mark.filterwarnings(OF_TORCH)
+def test_the_length_of_an_iterable_dataset_is_not_relied_on(tmp_path: Path) -> None:
+    for kind in (Classify, Own):
+        pipe, lines = run(tmp_path / kind.__name__, kind(), claims(40 + 5 * hw.rank()))
+        assert pipe.steps_done == 8
+        assert len(lines) == (hw.rank() == 0)
+        assert all("with 1 batch left on rank 1:" in line for line in lines)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings(OF_TORCH)
+def test_saves_go_on_after_the_end_that_an_iterable_dataset_claims(tmp_path: Path) -> None:
+    assert exact_count(claims(40)) is None and exact_count(FirstBatch(claims(40))) == 4
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", claims(40))
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.enable_checkpointing(tmp_path, every="2 steps", keep_last=10, background=False)
+    saved = sorted(path.name for path in pipe.run().checkpoints_dir.glob("step-????????????"))
+    assert [int(name[5:]) for name in saved] == [0, 2, 4, 6, 8]
 
 
 @ranks(2)

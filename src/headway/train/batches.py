@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, repeat
+from numbers import Number
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
 from headway.data import DataLoader
-from headway.data.feed.nested import find_tensors
+from headway.data.feed.nested import find_tensors, parts_of
 from headway.data.stream_cursor import EpochAware
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
@@ -130,12 +132,24 @@ def missing_dataset(stage: Stage, name: str) -> UsageError:
 
 
 def count_batches(loader: Iterable[Any], limit: int | None) -> int | None:
-    """Returns the number of batches that a loader yields; None if the loader does not know."""
+    """Returns the number of batches that a loader yields, which may be an estimate; None if it does not know."""
     try:
         count = len(loader)  # type: ignore[arg-type]
     except TypeError:
         return limit
     return count if limit is None else min(count, limit)
+
+
+def exact_count(loader: Iterable[Any], limit: int | None = None) -> int | None:
+    """Returns the number of batches that a loader yields if ranks can rely on it; None if it does not know.
+
+    The length of torch's loader of an iterable dataset is an estimate: with several workers, each may have a short
+    last batch, and the dataset may count the samples of all ranks.
+    """
+    estimated = isinstance(loader, TorchDataLoader) and isinstance(loader.dataset, IterableDataset)
+    if estimated or count_batches(loader, None) is None:
+        return None
+    return count_batches(loader, limit)
 
 
 @final
@@ -167,3 +181,32 @@ class FirstBatch:
 def first_tensor(batch: Any) -> Tensor | None:
     """Returns the first tensor in a batch, however deeply it is nested; None if there is none."""
     return next(find_tensors(batch), None)
+
+
+def count_rows(batch: Any) -> int | None:
+    """Returns the number of samples in a batch, the length of its first tensor; None if its structure does not tell.
+
+    Tensors in a list within the batch may be those of single samples, or views of all samples: they do not tell.
+
+    >>> count_rows(([torch.ones(5, 3), torch.ones(5, 3)], torch.ones(5)))
+    5
+    """
+    if isinstance(batch, Tensor | np.ndarray):
+        return len(batch) if batch.ndim else 1
+    if batch is None or _is_plain(batch):
+        return 1
+    parts = parts_of(batch)
+    for part in parts:
+        if isinstance(part, Tensor | np.ndarray) and part.ndim:
+            return len(part)
+    for part in parts:
+        nested = not isinstance(part, list | tuple) or hasattr(part, "_fields")
+        if nested and parts_of(part) and (count := count_rows(part)) is not None:
+            return count
+    columns = [batch] if isinstance(batch, list | tuple) else parts
+    lists = [each for each in columns if isinstance(each, list) and each and all(map(_is_plain, each))]
+    return len(lists[0]) if lists else None
+
+
+def _is_plain(part: object) -> bool:
+    return isinstance(part, str | bytes | Number)

@@ -19,6 +19,7 @@ from headway.system import files
 from headway.system.jsonlines import parse_json
 from headway.system.log import logger
 from headway.system.text import shorten_list
+from headway.train.batches import FirstBatch
 from headway.train.diagnose.profiler import asked_window
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.stage import Stage
@@ -107,6 +108,18 @@ def check_optimizers(stage: TrainValStage, returned: object) -> None:
             f"optimizers() of stage {stage.name!r} returned an optimizer that is not registered, and would not be "
             "saved: call pipe.register_optimizer()"
         )
+
+
+def check_train_dataset(stage: TrainValStage, loader: object) -> None:
+    """Raises `UsageError` unless `train_dataset()` returned a registered loader."""
+    known = stage.datasets.values()
+    if any(loader is each for each in known) or any(isinstance(each, FirstBatch) for each in known):
+        return  # with fake data, another object is registered than the one that the user has
+    raise UsageError(
+        f"train_dataset() of stage {stage.name!r} returned a {type(loader).__name__} that is not registered, whose "
+        "epoch would not be set and whose position would not be saved: call pipe.register_dataset(name, loader) before "
+        "run(), and return self.datasets[name]"
+    )
 
 
 def check_equal(stage: TrainValStage, lengths: Sequence[int] | None) -> None:

@@ -21,7 +21,7 @@ from headway.errors import UsageError, unknown_name
 from headway.system import environment
 from headway.system.interval import Interval
 from headway.system.text import plural
-from headway.train.batches import count_batches
+from headway.train.batches import exact_count
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.model import precision
 from headway.train.model.optimizer_step import check_norm
@@ -62,11 +62,11 @@ def limit_batches(
         return None if limit is None else int(limit)
     if limit == 1:
         return None
-    count = count_batches(loader, None)
+    count = exact_count(loader)
     if count is None:
         raise UsageError(
-            f"{name}={limit} is a part of all batches, and a {type(loader).__name__} has no length: give a number of "
-            "batches"
+            f"{name}={limit} is a part of all batches, and a {type(loader).__name__} has no exact length: give "
+            "a number of batches"
         )
     batches = math.floor(count * limit + 1e-9)  # 100 times 0.29 is a little less than 29
     if count and not batches:

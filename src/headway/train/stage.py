@@ -22,7 +22,7 @@ from headway.record.media.content import (
     take_text,
 )
 from headway.train import loop
-from headway.train.batches import Pass, count_batches, first_tensor, missing_dataset
+from headway.train.batches import Pass, count_rows, exact_count, missing_dataset
 from headway.train.callback import check_stays_method
 from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState, StageStatus
@@ -99,9 +99,14 @@ class Stage(ABC):
     def count_samples(self, batch: Any) -> int:
         """Returns the number of samples of a batch; by default the length of its first tensor."""
         first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        if not isinstance(first, Tensor):
-            first = first_tensor(batch)
-        return first.shape[0] if first is not None and first.ndim else 1
+        if type(first) is Tensor and first.ndim and type(batch) in (tuple, list, Tensor):
+            return first.shape[0]
+        if (count := count_rows(batch)) is not None:
+            return count
+        raise UsageError(
+            f"stage {self.name!r} cannot count the samples of a batch of type {type(batch).__name__}: define "
+            "count_samples(self, batch), such as return len(batch[0])"
+        )
 
     def predict(self, batch: Any) -> Any:  # noqa: ARG002
         """Returns what `pipe.predict` writes for a batch: tensors with a row for each sample, or a list of entries."""
@@ -310,7 +315,7 @@ class Stage(ABC):
         if loader is None:
             raise missing_dataset(self, name)
         finish_open_steps(state)
-        lengths = gather_lengths(count_batches(loader, None), self.device)
+        lengths = gather_lengths(exact_count(loader), self.device)
         progress = state.begin_pass(loader, None, lengths)
         beside = progress.batches_given > 0 and not progress.done  # whether the step is that of another pass
         try:

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
-from headway.train.batches import Pass, count_batches
-from headway.train.checks import check_equal, check_optimizers
+from headway.system.text import shorten_list
+from headway.train.batches import Pass, count_batches, exact_count
+from headway.train.checks import check_equal, check_optimizers, check_train_dataset
 from headway.train.diagnose import evidence
 from headway.train.evaluate.mode import evaluating
 from headway.train.evaluate.val_schedule import ValSchedule
@@ -179,8 +180,7 @@ class TrainValState(LoopState):
         """Begins the pass over the training data, and returns its batches on the device."""
         loader = self.stage.train_dataset()
         limit, uneven = self._train_limit(loader), self.settings.uneven
-        known = count_batches(loader, None) is not None
-        lengths = gather_lengths(count_batches(loader, limit) if known else None, self.device)
+        lengths = gather_lengths(exact_count(loader, limit), self.device)
         if uneven is None:
             check_equal(self.stage, lengths)
         progress = self.begin_pass(loader, limit, lengths, uneven or "shortest")
@@ -189,10 +189,10 @@ class TrainValState(LoopState):
     def _train_limit(self, loader: Iterable[Any]) -> int | None:
         """Returns the most batches of an epoch; raises `UsageError` for a fraction of an unknown number."""
         limit, part = limit_batches(self.settings, "limit_train_batches", loader), self.settings.val_part
-        if part is not None and count_batches(loader, limit) is None:
+        if part is not None and limit is None and exact_count(loader) is None:
             raise UsageError(
-                f"val_every={part} is a part of an epoch, and a {type(loader).__name__} has no length: give steps, "
-                'such as "500 steps", or limit_train_batches as a number'
+                f"val_every={part} is a part of an epoch, and a {type(loader).__name__} has no exact length: give "
+                'steps, such as "500 steps", or limit_train_batches as a number'
             )
         return limit
 
