@@ -48,6 +48,13 @@ class OnlyTraining(TrainValStage):
         return F.cross_entropy(self.models["net"](batch[0]), batch[1])
 
 
+class Changing(Classify):
+    """Trains on a registered loader in the first epoch only."""
+
+    def train_dataset(self) -> Any:
+        return Batches(4) if self.epoch else self.datasets["train"]
+
+
 class TwoLosses(Classify):
     def step(self, batch: Any) -> Tensor:
         loss = super().step(batch)
@@ -218,6 +225,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         stage_with(optimizers=unregistered),
         "optimizers() of stage 'odd' returned an optimizer that is not",
     ),
+    "a loader of one's own": (
+        stage_with(train_dataset=lambda _: Batches(4)),
+        "train_dataset() of stage 'odd' returned a Batches that is not registered, whose epoch would not be set",
+    ),
+    "a loader of one's own, in the second epoch": (
+        lambda folder: run(folder, Changing(), epochs=2),
+        "train_dataset() of stage 'changing' returned a Batches that is not registered",
+    ),
     "step by name": (
         lambda folder: run(folder, Unknown()),
         "'sdg' is not a valid optimizer of the pipeline (did you mean",
@@ -287,6 +302,12 @@ def test_mistakes_are_refused_with_one_sentence(tmp_path: Path) -> None:
         else:
             wrong.append((case, "accepted"))
     assert wrong == []
+
+
+@alone
+def test_a_validation_may_read_a_loader_that_is_not_registered(tmp_path: Path) -> None:
+    pipe = run(tmp_path, type("Odd", (Classify,), {"val_dataset": lambda _: Batches(3)})(), val=False)
+    assert len(pipe.history["val/loss"]) == 1
 
 
 @alone

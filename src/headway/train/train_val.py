@@ -65,7 +65,7 @@ class TrainValStage(Stage):
         return self.step(batch)
 
     def train_dataset(self) -> Iterable[Any]:
-        """Returns the loader to train on; by default the dataset "train"."""
+        """Returns the loader to train on, which is a registered one; by default the dataset "train"."""
         if "train" not in self.datasets:
             raise missing_dataset(self, "train")
         return self.datasets["train"]

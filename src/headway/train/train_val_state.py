@@ -156,7 +156,7 @@ class TrainValState(LoopState):
             validates = self.settings.validates and self.is_default("val_step")
             if self.is_default("train_step") or (validates and self.stage.val_dataset() is not None):
                 raise self.no_step()
-        self._train_limit(self.stage.train_dataset())
+        self._train_limit(self._train_dataset())
         check_optimizers(self.stage, self.stage.optimizers())
 
     def no_step(self) -> UsageError:
@@ -178,13 +178,18 @@ class TrainValState(LoopState):
 
     def train_batches(self) -> tuple[Pass, Iterator[Any]]:
         """Begins the pass over the training data, and returns its batches on the device."""
-        loader = self.stage.train_dataset()
+        loader = self._train_dataset()
         limit, uneven = self._train_limit(loader), self.settings.uneven
         lengths = gather_lengths(exact_count(loader, limit), self.device)
         if uneven is None:
             check_equal(self.stage, lengths)
         progress = self.begin_pass(loader, limit, lengths, uneven or "shortest")
         return progress, self.device_batches(loader, limit, progress=progress)
+    def _train_dataset(self) -> Iterable[Any]:
+        loader = self.stage.train_dataset()
+        check_train_dataset(self.stage, loader)
+        return loader
+
 
     def _train_limit(self, loader: Iterable[Any]) -> int | None:
         """Returns the most batches of an epoch; raises `UsageError` for a fraction of an unknown number."""
@@ -223,7 +228,7 @@ class TrainValState(LoopState):
             raise self.no_batch()
 
     def total_steps(self) -> int | None:
-        loader = self.stage.train_dataset()
+        loader = self._train_dataset()
         batches = count_batches(loader, self._train_limit(loader))
         known = [self.max_steps] if self.max_steps is not None else []
         if batches is not None and self.max_epochs is not None:
