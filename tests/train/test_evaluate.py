@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import sys
@@ -24,7 +25,7 @@ from headway.checkpoint.weights.readers import read_stamps
 from headway.errors import UsageError
 from headway.system import jsonlines
 from headway.testing import ranks
-from headway.train import Pipeline
+from headway.train import Callback, Pipeline, Stage
 from headway.train.evaluate import output, session
 from headway.train.evaluate.predictor import _gather_bytes
 
@@ -403,6 +404,70 @@ def test_a_prediction_that_was_killed_continues_on_other_ranks(runs: Path, tmp_p
     assert stage.calls == 6  # 11 samples are left, for one rank
     expected = logits_of(saved_net(shared_run(runs), 4)).numpy()
     np.testing.assert_allclose(np.load(path), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stage_is_not_training_while_it_predicts(runs: Path, tmp_path: Path) -> None:
+    modes = []
+
+    class Noting(Predicting):
+        def predict(self, batch: Any) -> Any:
+            modes.append(self.training)
+            return super().predict(batch)
+
+    stage = Noting()
+    fresh(runs).predict(stage, loader(), tmp_path / "a.npy")
+    assert set(modes) == {False} and stage.training
+
+
+class Listing(Predicting):
+    row: Any = None
+
+    def predict(self, batch: Any) -> Any:
+        return [self.row] * len(batch[0])
+
+
+def test_lines_of_a_prediction_are_json_with_the_index_of_their_sample(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Listing, "row", {"score": [math.nan, -math.inf, 0.5]})
+    path = fresh(runs).predict(Listing(), loader(), tmp_path / "a.jsonl")
+    lines = path.read_text().splitlines()
+    assert lines[1] == '{"index": 1, "score": ["nan", "-inf", 0.5]}' and len(lines) == SAMPLES
+    monkeypatch.setattr(Listing, "row", {"index": 7})
+    with pytest.raises(UsageError, match="a row with an 'index', which each line has for its sample"):
+        fresh(runs).predict(Listing(), loader(), tmp_path / "b.jsonl")
+
+
+def test_a_row_of_results_names_the_dataset(runs: Path) -> None:
+    pipe = fresh(runs)
+    pipe.register_dataset("holdout", loader())
+    pipe.test(Predicting(), "holdout", weights="current")
+    pipe.validate(Predicting(), "holdout", weights="current")
+    run = shared_run(runs)
+    for name, prefix in (("test", "test"), ("holdout", "holdout")):
+        row = list(jsonlines.read(run.eval_file(name)))[-1]
+        assert row["datasets"] == ["holdout"] and f"{prefix}/loss" in row["metrics"]
+
+
+class Registers(Callback):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def pre_run(self, pipe: Pipeline) -> None:
+        self.calls.append("run")
+        pipe.register_model("net", Net(norm=False))
+
+    def pre_stage(self, stage: Stage) -> None:
+        self.calls.append(stage.name)
+
+
+def test_callbacks_may_register_models_of_an_evaluation(runs: Path) -> None:
+    expected = fresh(runs).test(Predicting(), loader())
+    pipe, callback, stage = Pipeline(name="toy", root=runs), Registers(), Predicting()
+    pipe.add_callback(callback)
+    pipe.enable_plan()  # nothing is planned without training
+    assert pipe.test(stage, loader()) == pipe.test(stage, loader()) == expected
+    assert callback.calls == ["run", "predicting"]
 
 
 class Growing(Predicting):

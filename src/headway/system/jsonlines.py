@@ -111,7 +111,7 @@ class JsonLinesWriter:
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Appends rows in one system call."""
-        lines = "".join(self._line(row) for row in rows).encode()
+        lines = "".join(to_line(row, self._encode) for row in rows).encode()
         try:
             self._before_write()
             lost, self.error = self._file.append(lines) if lines else (0, "")
@@ -134,11 +134,16 @@ class JsonLinesWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _line(self, row: Mapping[str, Any]) -> str:
-        try:
-            return self._encode(row) + "\n"
-        except ValueError:  # a number is not finite, which is rare
-            return self._encode(to_finite(row)) + "\n"
+
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+def to_line(row: Mapping[str, Any], encode: Callable[[Any], str] = _encode) -> str:
+    """Returns a row as a line; NaN and infinities, which JSON does not have, become strings."""
+    try:
+        return encode(row) + "\n"
+    except ValueError:  # a number is not finite, which is rare
+        return encode(to_finite(row)) + "\n"
 
 
 def read(path: Path) -> Iterator[Row]:

@@ -110,6 +110,7 @@ class LoopState:
         self.batches_per_step = 1
         self._counts = True  # whether values that are logged now count
         self.profiler_settings: ProfilerSettings | None = None
+        self.training = True  # false in validations, evaluations and predictions
         self.profiler: StageProfiler | None = None
 
     def set_limits(self, *, max_epochs: int | None, max_steps: int | None) -> None:

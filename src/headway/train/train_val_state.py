@@ -51,7 +51,6 @@ class TrainValState(LoopState):
         super().__init__(stage, log_every=settings.log_every)
         self.settings, self.batches_per_step = settings, settings.accumulate
         self.early_stopping = settings.make_early_stopping()
-        self.training = True
         self.columns = [
             prefix + stage.loss_metric_name()
             for prefix in (stage.train_metric_prefix(), stage.val_metric_prefix())
@@ -366,13 +365,12 @@ class TrainValState(LoopState):
         for metric in self.val_metrics.values():
             metric.reset()  # a validation that was stopped is repeated from its beginning
         self.set_metrics, self._set_weighs = {}, {}
-        before = self.training, self._counts
-        self.training, self._counts = False, True  # also in a hook whose own logs do not count
+        before, self._counts = self._counts, True  # also in a hook whose own logs do not count
         try:
             with evaluating(self):
                 yield
         finally:
-            self.training, self._counts = before
+            self._counts = before
 
     def end_set(self, prefix: str, prefixes: Collection[str]) -> None:
         """Keeps the state of metrics after one validation set; they are computed when all ranks have ended the last."""

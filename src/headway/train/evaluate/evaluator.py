@@ -60,7 +60,8 @@ def evaluate(
         began = time.monotonic()
         what = kind if name == kind else f"{kind} {name}"
         values = _compute(state, named, what)
-        row = {"kind": kind, "stage": stage.name, "datasets": list(named), "metrics": values}
+        datasets = [dataset] if isinstance(dataset, str) else list(named)
+        row = {"kind": kind, "stage": stage.name, "datasets": datasets, "metrics": values}
         opened.write(pipe.world, name, {**row, "seconds": round(time.monotonic() - began, 3)})
         shown = ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, float))
         dist.print_root(f"{what}, weights {opened}: {shown}")

@@ -28,12 +28,13 @@ def evaluating(state: LoopState) -> Iterator[None]:
     registered = state.pipe.registered_models
     models = [*(model.bare for model in registered.values()), *own_modules(state.stage).values()]
     modes = [(part, part.training) for module in models for part in module.modules()]
-    before = state.models
+    before = state.models, state.training
     state.models = NamedParts("model", {name: model.evaluated for name, model in registered.items()})
     set_phase("validation", state.run.steps_done)
     try:
         with ExitStack() as stack:
             for model in registered.values():
+    state.training = False
                 stack.enter_context(model.evaluating())
             # after the weights are in place: `eval()` of a module may merge some, and `train()` undoes it
             stack.callback(_restore_modes, modes)
@@ -42,7 +43,7 @@ def evaluating(state: LoopState) -> Iterator[None]:
             stack.enter_context(torch.no_grad())
             yield
     finally:
-        state.models = before
+        state.models, state.training = before
 
 
 def _restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -236,11 +235,15 @@ def _lines(rows: Any, first: int) -> bytes:
     if not isinstance(rows, list):
         columns = {name or "prediction": tensor.tolist() for name, tensor in rows.items()}
         rows = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
-    lines = (
-        {"index": first + n, **(row if isinstance(row, Mapping) else {"prediction": row})}
-        for n, row in enumerate(rows)
-    )
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+    lines = []
+    for n, row in enumerate(rows):
+        named = row if isinstance(row, Mapping) else {"prediction": row}
+        if "index" in named:
+            raise UsageError(
+                "predict() returned a row with an 'index', which each line has for its sample: choose another name"
+            )
+        lines.append(jsonlines.to_line({"index": first + n, **named}))
+    return "".join(lines).encode()
 
 
 def _gather_bytes(data: bytes, device: torch.device) -> list[bytes]:

@@ -90,10 +90,10 @@ def session(
     before, state.directory = state.directory, chosen
     try:
         with pausing(state, stage._loop):
-            for hook, subject in (("pre_run", pipe), ("pre_stage", stage)):
+            hooks: dict[str, Pipeline | Stage] = {"pre_run": pipe, "pre_stage": stage}
+            for hook, subject in hooks.items():
                 if (hook, id(subject)) not in state.hooks_called:  # a hook may create the models
-                    state.hooks_called[hook, id(subject)] = subject
-                    getattr(subject, hook)()
+                    state.run_hook(hook, subject)
             yield _load(state, chosen, weights)
     finally:
         state.directory = before
