@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 from toys import FEATURES, Batches, Classify, make_net, make_pipe, warm_up
 
 import headway as hw
@@ -564,3 +565,19 @@ def test_sharded_models_are_validated_on_shards_of_different_length(tmp_path: Pa
         return [*pipe.history["val/loss"], *pipe.history["val/accuracy"]]
 
     assert validate(parallel="fsdp") == pytest.approx(validate(), abs=1e-6)
+
+
+@ranks(2)
+def test_a_rank_without_a_sample_takes_part_in_the_validation_of_a_sharded_model(tmp_path: Path) -> None:
+    x, y = next(iter(Batches(1)))
+
+    def loader(count: int) -> hw.data.DataLoader:
+        return hw.data.DataLoader(TensorDataset(x[:1].repeat(count, 1), y[:1].repeat(count)), batch_size=4)
+
+    pipe, stage = make_pipe(tmp_path, net=Tower(), parallel="fsdp"), Classify()
+    pipe.register_dataset("train", Batches(1, rank=hw.rank()))
+    pipe.register_dataset("val", loader(1))
+    pipe.append_stage(stage, max_epochs=1)
+    pipe.run()
+    both = pipe.validate(stage, loader(2), weights="current")
+    assert pipe.history["val/loss"] == [pytest.approx(both["val/loss"], rel=1e-6)]

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headway.data import DataLoader
+from headway.data.feed.device_feed import to_device
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.train.model.named_parts import NamedParts
+from headway.train.resume.replay import read_stand_in
+from headway.train.resume.rng import temporary_state
 from headway.train.resume.unsaved import own_modules
 from headway.train.settings import limit_batches
 
@@ -30,11 +34,11 @@ def evaluating(state: LoopState) -> Iterator[None]:
     modes = [(part, part.training) for module in models for part in module.modules()]
     before = state.models, state.training
     state.models = NamedParts("model", {name: model.evaluated for name, model in registered.items()})
+    state.training = False
     set_phase("validation", state.run.steps_done)
     try:
         with ExitStack() as stack:
             for model in registered.values():
-    state.training = False
                 stack.enter_context(model.evaluating())
             # after the weights are in place: `eval()` of a module may merge some, and `train()` undoes it
             stack.callback(_restore_modes, modes)
@@ -79,11 +83,20 @@ def until_all_end(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         yield batch
 
 
+def stand_in(state: LoopState, loader: Iterable[Any]) -> Any:
+    """Returns a batch for a rank that has none, for the forward pass of a sharded model on all ranks."""
+    if not isinstance(loader, DataLoader) or loader.per_rank:
+        return to_device(read_stand_in(loader, state.device, state.pipe.world.rank), state.device)
+    with temporary_state(None, state.device):
+        batch = loader.load_samples([0])  # another rank has a batch, so there is a sample
+    return to_device(batch, state.device)
+
+
 def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
     """Yields the batches of one loader.
 
-    A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, and its logs for
-    that batch do not count.
+    A sharded model needs all ranks for each batch: a rank without more data repeats its last batch, or one of another
+    rank, and its logs for that batch do not count.
     """
     limit = limit_batches(state.settings, "limit_val_batches", loader)
     batches, mark = state.device_batches(loader, limit), state.run.timer.mark
@@ -95,17 +108,14 @@ def _batches_of(state: TrainValState, loader: Iterable[Any]) -> Iterator[Any]:
         return
     last = None
     for batch in until_all_end(batches, state.device):
-        if batch is None and last is None:
-            raise UsageError(
-                f"rank {state.pipe.world.rank} has no validation batch, but a sharded model needs one on each rank: "
-                "register a larger dataset"
-            )
         if batch is None and state.val_metrics:
             raise UsageError(
                 f"metric {min(state.val_metrics)!r} would count a batch twice, since ranks have different numbers "
                 "of validation batches and a sharded model needs all ranks: pass limit_val_batches, or log means "
                 "with self.log()"
             )
+        if batch is None and last is None:
+            last = stand_in(state, loader)
         last = last if batch is None else batch
         with state.not_counted() if batch is None else nullcontext():
             yield last

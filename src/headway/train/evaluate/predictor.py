@@ -22,8 +22,6 @@ from torch import Tensor
 
 from headway import dist
 from headway.checkpoint.format import dtypes
-from headway.data import DataLoader
-from headway.data.feed.device_feed import to_device
 from headway.dist.collective.exchange import RankExchange, gather_rows
 from headway.dist.collective.guard import from_root
 from headway.errors import UsageError
@@ -31,7 +29,7 @@ from headway.run import Run, check_name
 from headway.system import jsonlines
 from headway.system.failpoints import failpoint
 from headway.train.batches import count_batches
-from headway.train.evaluate.mode import evaluating, shares_batches, until_all_end
+from headway.train.evaluate.mode import evaluating, shares_batches, stand_in, until_all_end
 from headway.train.evaluate.output import Columns, PredictionFile, kind_of
 from headway.train.evaluate.pause import reading_from_start
 from headway.train.evaluate.sample_order import count_samples, describe_samples, seek
@@ -159,22 +157,9 @@ def _batches(
     last = None
     for batch in until_all_end(batches, state.device):
         if batch is None and last is None and shares_batches(state.pipe):
-            last = to_device(_any_batch(loader, state.pipe.world.rank), state.device)
+            last = stand_in(state, loader)
         last = last if batch is None else batch
         yield last, batch is not None
-
-
-def _any_batch(loader: Iterable[Any], rank: int) -> Any:
-    """Returns a batch for a rank that has none, for the forward pass of a sharded model on all ranks."""
-    if isinstance(loader, DataLoader):
-        return loader.load_samples([0])
-    seek(loader, {"rows": 0})
-    batch = next(iter(loader), None)
-    if batch is None:
-        raise UsageError(
-            f"rank {rank} has no sample, but a sharded model needs one on each rank: predict on fewer ranks"
-        )
-    return batch
 
 
 def _to_rows(stage: Stage, returned: Any) -> Any:

@@ -149,7 +149,7 @@ def read_stand_in(loader: Iterable[Any], device: torch.device, rank: int) -> Any
             loader.load_state_dict(position)
     if batch is None:
         raise UsageError(
-            f'rank {rank} has no batch, and uneven="longest" needs one on each rank: register a larger dataset'
+            f"rank {rank} has no batch, and other ranks need it to take part in each step: register a larger dataset"
         )
     return batch
 
