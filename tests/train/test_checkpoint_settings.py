@@ -454,7 +454,7 @@ def test_what_pre_run_registers_is_trained_checked_and_resumed(tmp_path: Path) -
         set_up(first).run()
     set_up(second).run()
     assert first.by_step | second.by_step == whole.by_step and min(second.by_step) == 13
-    with pytest.raises(UsageError, match="needs the dataset 'train', registered is none"):
+    with pytest.raises(UsageError, match="needs the dataset 'train'; registered: none"):
         pipe = set_up(Traced())
         pipe._state.callbacks = [Callback()]
         pipe.run()

@@ -121,7 +121,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no train dataset": (
         no_dataset,
         (
-            "stage 'classify' needs the dataset 'train', registered is 'test': call "
+            "stage 'classify' needs the dataset 'train'; registered: 'test'. Call "
             "pipe.register_dataset('train', loader) before run(), or in pre_run"
         ),
     ),
@@ -183,7 +183,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "two optimizers": (
         two_optimizers,
         (
-            "stage 'classify' cannot choose an optimizer, registered is 'sgd', 'second': register one, or override "
+            "stage 'classify' cannot choose an optimizer; registered: 'sgd', 'second'. Register one, or override "
             "optimizers() to return those of this stage"
         ),
     ),
@@ -217,7 +217,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown model": (
         lambda folder: make_pipe(folder).register_optimizer("b", sgd, model="nett"),
-        "optimizer 'b' needs model 'nett', registered is 'net': register the model first",
+        "optimizer 'b' needs model 'nett'; registered: 'net'. Register the model first",
     ),
     "unknown parallel": (
         lambda folder: make_pipe(folder, parallel="dp"),

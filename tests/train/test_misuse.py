@@ -614,6 +614,6 @@ def test_metrics_that_are_registered_are_saved(metric: Any, expected: Any, tmp_p
 @ranks(2)
 def test_metrics_of_many_ranks_are_not_saved_as_one(tmp_path: Path) -> None:
     with pytest.raises(
-        UsageError, match="state 'count' is a metric, which has another state on each of the 2 ranks"
+        UsageError, match="state 'count' is a metric, which has a different state on each of the 2 ranks"
     ):
         make_pipe(tmp_path).register_state("count", torchmetrics.SumMetric())

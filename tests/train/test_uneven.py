@@ -63,8 +63,8 @@ def assert_weights(pipe: Pipeline, net: torch.nn.Module, *, exact: bool) -> None
 
 def line(steps: int) -> str:
     return (
-        f"epoch 1 of stage 'classify' ended at step {steps}, when rank 0 had no more batches, with 3 batches on rank 1 "
-        'left: give all ranks equally many, or pass uneven="longest"'
+        f"epoch 1 of stage 'classify' ended at step {steps}, when rank 0 had no more batches, with 3 batches left on "
+        'rank 1: give all ranks the same number, or pass uneven="longest"'
     )
 
 
@@ -270,4 +270,4 @@ def test_what_is_left_of_an_endless_stream_is_not_counted_for_long(tmp_path: Pat
     pipe, lines = run(tmp_path, Classify(), endless())  # type: ignore[arg-type]
     assert pipe.steps_done == 3
     if hw.rank() == 0:
-        assert "with at least 1 batch on rank 1 left" in lines[0]
+        assert "with at least 1 batch left on rank 1" in lines[0]

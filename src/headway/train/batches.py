@@ -126,7 +126,7 @@ class Pass:
 def missing_dataset(stage: Stage, name: str) -> UsageError:
     known = ", ".join(map(repr, stage.datasets)) or "none"
     return UsageError(
-        f"stage {stage.name!r} needs the dataset {name!r}, registered is {known}: call "
+        f"stage {stage.name!r} needs the dataset {name!r}; registered: {known}. Call "
         f"pipe.register_dataset({name!r}, loader) before run(), or in pre_run"
     )
 

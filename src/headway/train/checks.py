@@ -64,7 +64,7 @@ def find_parameters(pipe: Pipeline, optimizer: str, model: str | None) -> list[n
     if model is not None and model not in pipe.registered_models:
         known = ", ".join(repr(name) for name in pipe.registered_models) or "none"
         raise UsageError(
-            f"optimizer {optimizer!r} needs model {model!r}, registered is {known}: register the model first"
+            f"optimizer {optimizer!r} needs model {model!r}; registered: {known}. Register the model first"
         )
     chosen = pipe.registered_models.values() if model is None else [pipe.registered_models[model]]
     return [p for one in chosen for p in one.bare.parameters() if p.requires_grad]
@@ -173,8 +173,8 @@ def keep_metric(name: str, metric: EpochMetric, world: World) -> None:
     """Makes a registered metric save its state, which torchmetrics do only if they are set to `persistent`."""
     if world.world_size > 1:
         raise UsageError(
-            f"state {name!r} is a metric, which has another state on each of the {world.world_size} ranks, and only "
-            "one is saved: log sums with self.log(), or compute it in validations, which are repeated as a whole"
+            f"state {name!r} is a metric, which has a different state on each of the {world.world_size} ranks, and "
+            "only one is saved: log sums with self.log(), or compute it in validations, which are repeated as a whole"
         )
     persistent = getattr(metric, "persistent", None)
     if callable(persistent):

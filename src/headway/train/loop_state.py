@@ -70,7 +70,7 @@ class LoopState:
     """The progress of one stage, and the operations of the loop on it. Users never see it."""
 
     loop_is_users = True
-    advice_for_uneven = "give all ranks equally many"  # if they have different numbers of batches
+    advice_for_uneven = "give all ranks the same number"  # if they have different numbers of batches
 
     def __init__(self, stage: Stage, *, log_every: int) -> None:
         check_whole("log_every", log_every)
@@ -337,7 +337,7 @@ class LoopState:
             return loaders.open(loader)
         dist.print_root(
             f"headway: {type(loader).__name__} has no state_dict(): "
-            f"{progress.skip:,} batches are read again and left out"
+            f"{progress.skip:,} batches are read again and skipped"
         )
         return loaders.reopen(loader, progress)
 

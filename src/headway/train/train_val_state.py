@@ -45,7 +45,7 @@ class TrainValState(LoopState):
 
     stage: TrainValStage
     loop_is_users = False
-    advice_for_uneven = 'give all ranks equally many, or pass uneven="longest"'
+    advice_for_uneven = 'give all ranks the same number, or pass uneven="longest"'
 
     def __init__(self, stage: TrainValStage, settings: TrainSettings, *, base: type[TrainValStage]) -> None:
         super().__init__(stage, log_every=settings.log_every)
@@ -86,7 +86,7 @@ class TrainValState(LoopState):
         if len(registered) != 1:
             names = ", ".join(repr(name) for name in registered) or "none"
             raise UsageError(
-                f"stage {self.name!r} cannot choose an optimizer, registered is {names}: register one, or override "
+                f"stage {self.name!r} cannot choose an optimizer; registered: {names}. Register one, or override "
                 "optimizers() to return those of this stage"
             )
         return list(registered.values())
@@ -184,11 +184,11 @@ class TrainValState(LoopState):
             check_equal(self.stage, lengths)
         progress = self.begin_pass(loader, limit, lengths, uneven or "shortest")
         return progress, self.device_batches(loader, limit, progress=progress)
+
     def _train_dataset(self) -> Iterable[Any]:
         loader = self.stage.train_dataset()
         check_train_dataset(self.stage, loader)
         return loader
-
 
     def _train_limit(self, loader: Iterable[Any]) -> int | None:
         """Returns the most batches of an epoch; raises `UsageError` for a fraction of an unknown number."""

@@ -111,12 +111,12 @@ def report_left(agreement: BatchAgreement, where: str, advice: str) -> bool:
     rows = gather_rows(torch.tensor([float(count), float(exact)], dtype=torch.float64)).tolist()
     out = [str(rank) for rank, (left, _) in enumerate(rows) if not left]
     more = [
-        f"{'' if whole else 'at least '}{plural(int(left), 'batch', 'batches')} on rank {rank}"
+        f"{'' if whole else 'at least '}{plural(int(left), 'batch', 'batches')} left on rank {rank}"
         for rank, (left, whole) in enumerate(rows)
         if left
     ]
     if dist.is_root():
         logger.warning(
-            f"{where}, when rank {shorten_list(out)} had no more batches, with {shorten_list(more)} left: {advice}"
+            f"{where}, when rank {shorten_list(out)} had no more batches, with {shorten_list(more)}: {advice}"
         )
     return True

@@ -69,7 +69,7 @@ class UnsavedState:
             self._warn(
                 f"training changes buffers that are not persistent, so checkpoints do not have them "
                 f"({shorten_list(changed)}): register them with persistent=True, or a resumed run begins with their "
-                "first values"
+                "initial values"
             )
 
     def _note_update(self, name: str, optimizer: Optimizer, *_: object) -> None:
