@@ -169,3 +169,26 @@ def test_the_base_of_an_adapter_with_a_whole_head_is_found(tmp_path: Path) -> No
     batch = tokens(5)[0]
     with torch.no_grad():
         assert model.eval()(input_ids=batch).logits.equal(base(input_ids=batch).logits)
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_an_adapter_is_loaded_from_the_directory_of_its_export_and_of_peft(name: str, tmp_path: Path) -> None:
+    """Names in its file leave out that of the adapter, which may be another one in the model."""
+    directory = tmp_path / "hub"
+    make_directory(directory)
+    more = {"modules_to_save": ["lm_head"], "adapter_name": name}
+    model = adapted(directory, **more)
+    pipe, _ = fine_tune(tmp_path / "runs", model)
+    pipe.enable_checkpointing(every=1, background=False)
+    run = pipe.run()
+    hw.checkpoint.export_adapter(run.checkpoint_dir(3), tmp_path / "exported")
+    model.save_pretrained(tmp_path / "saved")
+    saved = tmp_path / "saved" / name if name != "default" else tmp_path / "saved"
+    batch = tokens(5)[0]
+    for source in (tmp_path / "exported", saved):
+        fresh = adapted(directory, modules_to_save=["lm_head"], adapter_name="other")
+        fresh.base_model.model.register_buffer("seen", torch.ones(1))  # which the base model alone has
+        other = hw.Pipeline(root=tmp_path)
+        other.register_model("lm", fresh, init_from=source)
+        with torch.no_grad():
+            assert fresh.eval()(input_ids=batch).logits.equal(model.eval()(input_ids=batch).logits)

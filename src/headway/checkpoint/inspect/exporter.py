@@ -133,15 +133,19 @@ def _of_run(state: object, key: str) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
+def adapter_infix(adapter: str) -> re.Pattern[str]:
+    """Returns what peft's files leave out of names: the adapter, last but for one part, or after `modules_to_save`."""
+    word = re.escape(adapter)
+    return re.compile(rf"\.modules_to_save\.{word}(?=\.)|\.{word}(?=(\.[^.]+)?$)")
+
+
 def _adapter_tensors(reader: CheckpointReader, prefix: str, adapter: str) -> dict[str, str]:
     """Returns name in the checkpoint -> name in peft's files, for all saved tensors; none without the adapter.
 
     A checkpoint has the trained parameters and no frozen ones. They include biases, whose names do not contain that of
-    the adapter. In the other names it is the last part or the one before it, or follows `modules_to_save`; peft's files
-    leave it out.
+    the adapter.
     """
-    word = re.escape(adapter)
-    infix = re.compile(rf"\.modules_to_save\.{word}(?=\.)|\.{word}(?=(\.[^.]+)?$)")
+    infix = adapter_infix(adapter)
     named = {name: name.removeprefix(prefix) for name in reader.entries if name.startswith(prefix)}
     found = {name: infix.sub("", short) for name, short in named.items()}
     return found if found != named else {}

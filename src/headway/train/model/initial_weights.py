@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headway import dist
 from headway.checkpoint import Weights, WeightsReport
+from headway.checkpoint.inspect.exporter import adapter_infix
 from headway.checkpoint.weights.loading import Rename, load_weights
 from headway.dist.collective.guard import from_root
 from headway.errors import UsageError
@@ -73,7 +74,7 @@ class InitialWeights:
             tensors,
             model=name,
             strict=self.strict,
-            rename=_with_adapters(self.rename, tensors) if is_adapted(module) else self.rename,
+            rename=_with_adapters(self.rename, module, tensors) if is_adapted(module) else self.rename,
             ties=ties,
             optional=_trained_and_frozen(module) if is_adapted(module) else (),
             required=empty,
@@ -126,13 +127,16 @@ def adapter_config(module: nn.Module) -> dict[str, Any] | None:
 
 def _trained_and_frozen(module: nn.Module) -> list[set[str]]:
     """Returns both sets of names: weights may have only the base model, or only the adapters."""
-    named = list(module.named_parameters(remove_duplicate=False))
-    return [{key for key, p in named if p.requires_grad is trained} for trained in (True, False)]
+    named = dict(module.named_parameters(remove_duplicate=False))
+    trained = {key for key, parameter in named.items() if parameter.requires_grad}
+    return [trained, {*named, *dict(module.named_buffers(remove_duplicate=False))} - trained]
 
 
-def _with_adapters(rename: Rename | None, tensors: dict[str, Any]) -> Rename:
-    """Returns a rename that also finds the tensors of the base model, whose names peft extends."""
+def _with_adapters(rename: Rename | None, module: nn.Module, tensors: dict[str, Any]) -> Rename:
+    """Returns a rename that also finds tensors by their names in the base model, and by those in files of peft."""
     longer = {_IN_PEFT.sub(".", name.removeprefix("base_model.model.")): name for name in tensors}
+    infix = adapter_infix(adapter_name(module))
+    longer |= {short: name for name in tensors if (short := infix.sub("", name)) != name}
 
     def find(name: str) -> str | None:
         if callable(rename):
