@@ -111,9 +111,13 @@ def join(runs: Sequence[Run], settings: Sequence[Settings]) -> str:
 def member(run: Run) -> SweepMember | None:
     """Returns the run's place in a sweep; None if it has none, or none that can be read."""
     try:
-        return SweepMember(**parse_json(files.read_regular(run.sweep_file)))
-    except (OSError, ValueError, TypeError):
+        found = parse_json(files.read_regular(run.sweep_file))
+    except (OSError, ValueError):
         return None
+    match found:
+        case {"sweep": str(sweep), "index": int(index), "size": int(size), "settings": dict(settings)}:
+            return SweepMember(sweep=sweep, index=index, size=size, settings=settings)
+    return None
 
 
 def _spec(spec: str) -> list[Settings]:
