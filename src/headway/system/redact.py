@@ -24,7 +24,7 @@ _SECRET_NAME = re.compile(
         |shared|signing|ssh|storage|subscription|wandb)_?keys?(?:_|$)        # a bare `key` is a dictionary's
     | (?:access|api|auth|bearer|hf|hub|refresh|session)_?tok(?:en)?s?$
     | (?:^|_)(?:token|tok|auth)$
-    | (?:^|_)(?:alert|webhook)_url$                                   # whoever knows it may post there
+    | (?:^|_)(?:alert|webhook)_(?:url|command)$                       # whoever knows it may post there
     | (?:^|(?:admin|db|ftp|http|login|mail|mysql|pg|proxy|redis|root|smtp|ssh|user)_?)(?:pass|pw)$   # not conv_pw
     | (?:^|_|db|root|user)pwd$
     """,
