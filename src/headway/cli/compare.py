@@ -13,7 +13,7 @@ from headway.errors import DONE, UsageError
 from headway.run import Run
 from headway.system.text import format_duration
 from headway.testing.verify import compare_runs
-from headway.watch.comparison import Metric, RunComparison, code_diff, compare
+from headway.watch.comparison import Metric, RunComparison, compare, compare_code
 from headway.watch.runs import resolve
 
 _EXAMPLES = """\
@@ -63,11 +63,12 @@ def main(argv: list[str]) -> int:
 
 
 def _compare_code(one: Run, other: Run, *, as_json: bool) -> int:
-    lines = code_diff(one, other)
+    found = compare_code(one, other)
     if as_json:
-        print_json({"same": not lines, "diff": lines})
-    else:
-        print("\n".join(map(safe, lines)) or "the code is the same")
+        print_json({"same": found.same, "diff": found.diff, "not_compared": found.not_compared})
+        return DONE
+    same = ["the same commit and uncommitted changes"] if found.is_recorded and not found.diff else []
+    print("\n".join(map(safe, [*same, *found.diff, *found.not_compared])))
     return DONE
 
 

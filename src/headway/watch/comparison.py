@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from typing import Any, Literal, final
@@ -20,7 +20,7 @@ from headway.run.info import DAMAGED
 from headway.run.plain import leaves
 from headway.watch.runs import RunSummary, metric_rows, summarize
 from headway.watch.view.series import LARGEST_VALUE, Series, sparkline
-from headway.watch.view.source import read_text
+from headway.watch.view.source import open_regular, read_text
 
 Better = Literal["min", "max"]
 _LOWER = re.compile(
@@ -32,8 +32,14 @@ _HIGHER = re.compile(
 _MAX_METRICS = 4
 _CURVE_WIDTH = 24
 _DIFF_BYTES = 10 << 20
+_MAX_UNTRACKED = 5
+"""names of untracked files in a line"""
 _CONFIG_BYTES = 1 << 16
 """takes a second to parse; no real settings are longer"""
+_BEFORE_KEY = re.compile(rb"\n(?=[^\s:\-])")
+"""the end of a line before a top-level key: items of a list may not be indented, and values of long keys neither"""
+_CUT = "config.yaml"
+"""a setting that tells that others were left out"""
 _MAX_SETTINGS = 2000
 _MAX_DEPTH = 100
 
@@ -60,7 +66,7 @@ class RunComparison:
     """only those that differ between the runs, and that this run has"""
     metrics: Mapping[str, Metric]
     code: str = ""
-    """the commit, with a star for uncommitted changes; empty if all runs have the same code"""
+    """the commit, with a star for uncommitted changes; empty if they are the same, or if no run has recorded code"""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
@@ -83,49 +89,110 @@ def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComp
     if len(found) < len(runs):
         raise UsageError(problems[-1])
     settings = [settings_of(summary.run, summary.sweep) for summary in found]
-    differing = [name for name in _union(settings) if len({_text(each.get(name)) for each in settings}) > 1]
+    differing = [
+        name
+        for name in _union(settings)
+        if name == _CUT or len({_text(each.get(name)) for each in settings}) > 1
+    ]
     histories = [_history(summary.run) for summary in found]
     wanted = dict(map(_direction, metrics)) or _default_metrics(histories)
     if unknown := [name for name in wanted if not any(name in history for history in histories)]:
         raise unknown_name("metric of these runs", unknown[0], _union(histories))
     codes = [_code(summary.run) for summary in found]
-    same_code = len({(code, diff) for code, diff in codes}) < 2
+    same_code = len({(code.commit, code.is_dirty, code.diff) for code in codes}) < 2
     return [
         RunComparison(
             summary=summary,
             settings={name: each[name] for name in differing if name in each},
             metrics={name: _metric(history.get(name, []), better) for name, better in wanted.items()},
-            code="" if same_code else code,
+            code="" if same_code else code.label,
         )
-        for summary, each, history, (code, _) in zip(found, settings, histories, codes, strict=True)
+        for summary, each, history, code in zip(found, settings, histories, codes, strict=True)
     ]
 
 
-def code_diff(one: Run, other: Run) -> list[str]:
-    """Returns how the code of two runs differs, as lines: their commits, and their uncommitted changes.
+@final
+@dataclass(frozen=True, kw_only=True)
+class CodeComparison:
+    """How the code of two runs differs, as far as git recorded it."""
 
-    >>> code_diff(one, other)
+    diff: list[str]
+    """lines: the commits if they differ, and how the uncommitted changes differ"""
+    not_compared: list[str]
+    """lines: code that was not recorded, and untracked files"""
+    is_recorded: bool
+    """whether both runs have recorded code, without which there is no diff"""
+
+    @property
+    def same(self) -> bool | None:
+        """None if no difference was found, but not all of the code could be compared."""
+        return False if self.diff else None if self.not_compared else True
+
+
+def compare_code(one: Run, other: Run) -> CodeComparison:
+    """Compares the code of two runs: their commits, and their uncommitted changes.
+
+    >>> compare_code(one, other).diff
     ['commits differ: git diff 3f2a91c04b 77ab01d2e9', '--- x7k2: uncommitted changes', ...]
     """
-    (commit, diff), (other_commit, other_diff) = _code(one), _code(other)
-    commits = [code.rstrip("*") for code in (commit, other_commit)]
-    lines = [] if commits[0] == commits[1] else [f"commits differ: git diff {' '.join(commits)}"]
+    runs, codes = (one, other), (_code(one), _code(other))
+    not_compared = [line for run, code in zip(runs, codes, strict=True) for line in code.gaps(run.id)]
+    mine, theirs = codes
+    if not (mine.commit and theirs.commit):
+        return CodeComparison(diff=[], not_compared=not_compared, is_recorded=False)
     changes = difflib.unified_diff(
-        diff.splitlines(),
-        other_diff.splitlines(),
+        mine.diff.splitlines(),
+        theirs.diff.splitlines(),
         f"{one.id}: uncommitted changes",
         f"{other.id}: uncommitted changes",
         lineterm="",
     )
-    return [*lines, *changes]
+    commits = [mine.commit[:10], theirs.commit[:10]]
+    lines = [f"commits differ: git diff {' '.join(commits)}"] if mine.commit != theirs.commit else []
+    return CodeComparison(diff=[*lines, *changes], not_compared=not_compared, is_recorded=True)
 
 
-def _code(run: Run) -> tuple[str, str]:
-    """Returns the commit of a run's code, with a star if it had uncommitted changes, and these changes."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Code:
+    """The code of a run, as git recorded it."""
+
+    commit: str
+    """empty if there was none"""
+    is_dirty: bool
+    diff: str
+    untracked: list[str]
+    note: str
+    """which of this is incomplete, and why"""
+
+    @property
+    def label(self) -> str:
+        """The commit, with a star for uncommitted changes."""
+        return f"{self.commit[:10] or 'no commit'}{'*' if self.is_dirty else ''}"
+
+    def gaps(self, run: str) -> Iterator[str]:
+        """Yields what of the code of this run cannot be compared."""
+        if not self.commit:
+            yield f"the code of {run} was not recorded{self.note and f': {self.note}'}"
+        elif self.note:
+            yield f"the code of {run} is incomplete: {self.note}"
+        if self.untracked:
+            names = ", ".join(self.untracked[:_MAX_UNTRACKED])
+            more = len(self.untracked) - _MAX_UNTRACKED
+            yield f"untracked files of {run} are not compared: {names}{f' and {more} more' if more > 0 else ''}"
+
+
+def _code(run: Run) -> _Code:
     code = run.info().get("code")
     code = code if isinstance(code, dict) else {}  # another user's may hold anything
-    diff = read_text(run.path, run.diff_file, _DIFF_BYTES) or ""
-    return f"{str(code.get('commit') or 'no commit')[:10]}{'*' if code.get('dirty') else ''}", diff
+    untracked = code.get("untracked")
+    return _Code(
+        commit=str(code.get("commit") or ""),
+        is_dirty=bool(code.get("dirty")),
+        diff=read_text(run.path, run.diff_file, _DIFF_BYTES) or "",
+        untracked=list(map(str, untracked)) if isinstance(untracked, list) else [],
+        note=str(code.get("note") or ""),
+    )
 
 
 def settings_of(run: Run, member: SweepMember | None) -> dict[str, Any]:
@@ -134,13 +201,30 @@ def settings_of(run: Run, member: SweepMember | None) -> dict[str, Any]:
     >>> settings_of(run, None)
     {'lr': 0.0003, 'model.depth': 12}
     """
-    text = read_text(run.path, run.config_file, _CONFIG_BYTES) or ""
+    text, is_whole = _config_text(run)
     try:
         recorded = yaml.safe_load(text) if _depth(text) <= _MAX_DEPTH else None
     except (*DAMAGED, RecursionError, yaml.YAMLError):
         recorded = None
-    flat = dict(islice(leaves(recorded), _MAX_SETTINGS))  # anchors can make a small file a huge tree
+    found = list(islice(leaves(recorded), _MAX_SETTINGS + 1))  # anchors can make a small file a huge tree
+    flat = dict(found[:_MAX_SETTINGS])
+    if not is_whole or len(found) > _MAX_SETTINGS:
+        flat[_CUT] = f"too long: only its first {len(flat)} settings are compared"
     return flat | {k: v for k, v in (member.settings if member else {}).items() if k not in flat}
+
+
+def _config_text(run: Run) -> tuple[str, bool]:
+    """Returns the settings that a run recorded, and whether these are all: a long file ends before a top-level key."""
+    file = open_regular(run.path, run.config_file)
+    if file is None:
+        return "", True
+    with file:
+        data = file.read(_CONFIG_BYTES + 1)
+    is_whole = len(data) <= _CONFIG_BYTES
+    if not is_whole:
+        ends = [match.end() for match in _BEFORE_KEY.finditer(data)]
+        data = data[: ends[-1] if ends else 0]
+    return data.decode("utf-8", "replace"), is_whole
 
 
 def _depth(text: str) -> int:
