@@ -181,11 +181,13 @@ def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
     member = sweep.member(first)
     if member is None or member.sweep != first.id:
         return [first]
-    beside = runs_under(first.path.parent)
+    # of a link in another directory, the others are beside the run itself
+    beside = runs_under((first.path.resolve() if first.path.is_symlink() else first.path).parent)
     if own_runs([first]):
         beside = own_runs(beside)  # other users may claim that their runs belong to this sweep
     members = [(found, run) for run in beside if (found := sweep.member(run))]
-    return [run for found, run in sorted(members, key=lambda pair: pair[0].index) if found.sweep == first.id]
+    runs = [run for found, run in sorted(members, key=lambda pair: pair[0].index) if found.sweep == first.id]
+    return runs or [first]
 
 
 def _summary(run: Run, queue: Queue, submitted: Mapping[str, Any]) -> RunSummary:
