@@ -55,7 +55,7 @@ def time_table(times: TimeAccount) -> Table:
         table.add_column(justify=justify, no_wrap=True)
     table.add_column()  # what a narrow terminal wraps
     for name, seconds in times.parts.items():
-        if seconds > 0:
+        if seconds > 0 and times.total_s > 0:
             share = seconds / times.total_s
             bar = Text("█" * round(_BAR_CELLS * share), "cyan")
             table.add_row(

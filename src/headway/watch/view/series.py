@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,8 +35,8 @@ class Series:
     lows: list[float] = field(default_factory=list)
     highs: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    gaps: list[int] = field(default_factory=list)
-    """values that were not numbers, between this point and the next"""
+    bad_steps: list[int] = field(default_factory=list)
+    """steps of values that were not numbers, the first 2048 of them"""
     of_epochs: bool = False
     """whether only epochs have such values, and log points do not"""
     last: float | None = None
@@ -47,13 +48,12 @@ class Series:
 
     def add(self, step: int, time: float, value: float) -> None:
         """Appends a value. A step that is not above the last was repeated by a restart: it replaces all later ones."""
-        if self.steps and step <= self.steps[-1]:
-            self.cut(step)
+        self.cut(step)
         self.last = value
         if not math.isfinite(value):
+            if self.non_finite == len(self.bad_steps) < CAPACITY:
+                self.bad_steps.append(step)
             self.non_finite += 1
-            if self.gaps:
-                self.gaps[-1] += 1
             return
         if len(self.steps) >= CAPACITY and self.counts[-1] >= self.stride:
             self._merge()
@@ -66,17 +66,20 @@ class Series:
             self.lows.append(value)
             self.highs.append(value)
             self.counts.append(1)
-            self.gaps.append(0)
 
     def cut(self, step: int) -> None:
         """Removes `step` and all later ones."""
-        if not self.steps or self.steps[-1] < step:
+        kept = bisect_left(self.bad_steps, step)
+        if kept < len(self.bad_steps):
+            self.non_finite = kept
+            del self.bad_steps[kept:]
+        elif not self.steps or self.steps[-1] < step:
             return
         while self.steps and self.steps[-1] >= step:
-            self.non_finite -= self.gaps[-1]
             for column in self._columns():
                 column.pop()
-        self.last = self.means[-1] if self.means else math.nan if self.non_finite else None
+        ends_bad = self.bad_steps[-1:] > self.steps[-1:]
+        self.last = math.nan if ends_bad else self.means[-1] if self.means else None
 
     def _extend(self, step: int, time: float, value: float) -> None:
         """Adds a value to the last point."""
@@ -86,7 +89,7 @@ class Series:
         self.means[-1] += (value - self.means[-1]) / self.counts[-1]
 
     def _columns(self) -> tuple[list[int] | list[float], ...]:
-        return self.steps, self.times, self.means, self.lows, self.highs, self.counts, self.gaps
+        return self.steps, self.times, self.means, self.lows, self.highs, self.counts
 
     def _merge(self) -> None:
         """Merges pairs of neighbors into one point each."""
@@ -100,7 +103,6 @@ class Series:
                 min(a[3], b[3]),
                 max(a[4], b[4]),
                 a[5] + b[5],
-                a[6] + b[6],
             )
             for a, b in zip(points[:even:2], points[1:even:2], strict=True)
         ]
@@ -167,8 +169,8 @@ def sparkline(series: Series, width: int) -> str:
     if not values:
         return ""
     low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
+    span = high - low or 1.0
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
 
 
 def _filled(values: Sequence[float | None]) -> list[float]:
