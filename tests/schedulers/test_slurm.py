@@ -191,6 +191,15 @@ def test_refusals(said: str, settings: Any, sentence: str) -> None:
     assert str(error).startswith(sentence)
 
 
+def test_a_refusal_is_explained_to_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    _, client = scheduler((0, "cpu\ngpu\n", ""))
+    for said in ("Invalid account or account/partition combination", "Job violates accounting/QOS policy"):
+        assert isinstance(refusal(said, request(), cast(SlurmClient, client)), UsageError)
+
+
 def test_a_controller_that_is_down_is_no_mistake_of_the_user() -> None:
     error = refusal("sbatch: error: Unable to contact slurm controller", request(), SlurmClient())
     assert type(error) is SchedulerUnreachable

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import pwd
 import resource
 import shutil
 import socket
@@ -30,7 +29,7 @@ from headway.dist.topology import nvml
 from headway.errors import StorageError
 from headway.run import Run, source
 from headway.run.plain import to_plain
-from headway.system import redact
+from headway.system import ownership, redact
 from headway.system.limits import resource_limits
 
 Facts = dict[str, Any]
@@ -68,7 +67,7 @@ def collect(world: World | None = None, run: Run | None = None) -> Facts:
     facts: Facts = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
-        "user": _user(),
+        "user": ownership.user_name(),
         "pid": os.getpid(),
         "cwd": str(Path.cwd()),
         "argv": sys.orig_argv,
@@ -99,13 +98,6 @@ def write(run: Run, facts: Facts) -> None:
         rows.write(cast(Facts, redact.redact_tree(facts)))
     if rows.lost:
         raise StorageError(f"could not write {run.diagnostics_file}: {rows.error}; check that file system")
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # containers run as users without an entry
-        return str(os.getuid())
 
 
 def _virtual() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from headway.errors import HeadwayError, SchedulerUnreachable, UsageError
 from headway.schedulers.base import JobRequest
 from headway.schedulers.slurm.client import SlurmClient
 from headway.schedulers.slurm.script import node_range
+from headway.system import ownership
 
 
 def refusal(complaint: str, request: JobRequest, client: SlurmClient) -> HeadwayError:
@@ -38,7 +38,7 @@ def _partition(request: JobRequest, client: SlurmClient) -> str:
 
 def _account(request: JobRequest, client: SlurmClient) -> str:
     account = request.options.get("account")
-    found = client.run("sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", "format=account")
+    found = client.run("sacctmgr", "-nP", "show", "assoc", f"user={ownership.user_name()}", "format=account")
     which = f"account {account!r}" if account else "your default account"
     return f"{which} may not be charged for this partition{_instead(account or '', found.lines)}"
 
@@ -92,7 +92,7 @@ def _limits(request: JobRequest, _: SlurmClient) -> str:
     wanted = f"{node_range(request)} nodes x {request.nproc_per_node} tasks" + (
         f" for {time}" if time else ""
     )
-    see = f"sacctmgr show assoc user={getpass.getuser()}"
+    see = f"sacctmgr show assoc user={ownership.user_name()}"
     return f"SLURM's limits for you or this partition forbid {wanted}; ask for less, or see: {see}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import secrets
 import socket
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, final
 from urllib.parse import quote
 
 from headway.errors import MissingExtra, UsageError
+from headway.system import ownership
 from headway.watch.web.run_library import RunLibrary
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Address:
 
     def ssh_command(self) -> str:
         """Returns the command that makes the page reachable from another machine."""
-        host = f"{getpass.getuser()}@{socket.gethostname()}"
+        host = f"{ownership.user_name()}@{socket.gethostname()}"
         return f"ssh -N -L {self.port}:{_HOST}:{self.port} {host}"
 
 
