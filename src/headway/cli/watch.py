@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     parser.add_json()
     options = parser.parse_args(argv)
     runs = list_watched(options.run, options.root)
-    if _is_root(options.run):
+    if is_root(options.run):
         runs = _running_first(runs)
     problems: list[str] = []
     try:
@@ -74,7 +74,7 @@ def _alerting(options: argparse.Namespace, report: Callable[[str], object]) -> A
     if options.json or options.once:
         raise UsageError("--alert watches until the run is over: leave out --once and --json")
     sender = AlertSender(AlertChannels.from_environment(), alert_events(options.alert), report=report)
-    return AlertWatch(lambda: list_watched(options.run, options.root), sender)
+    return AlertWatch(lambda: _list_again(options), sender)
 
 
 def _show(runs: Sequence[Run], options: argparse.Namespace) -> None:
@@ -90,7 +90,7 @@ def _show(runs: Sequence[Run], options: argparse.Namespace) -> None:
 
 def _follow(run: Run, options: argparse.Namespace) -> None:
     """Prints lines about a run until it is over; with alerts about a root, then about the next, until Ctrl-C."""
-    if not options.alert or not _is_root(options.run):
+    if not options.alert or not is_root(options.run):
         follow(RunView(run), _print_line)
         return
     _follow_while_there(run)
@@ -114,9 +114,14 @@ def _print_line(line: str) -> None:
     print(line, flush=True)
 
 
+def _list_again(options: argparse.Namespace) -> Sequence[Run]:
+    """Returns the runs as they are now; runs that cannot be read were named at the start."""
+    return list_watched(options.run, options.root, warn=lambda _: None)
+
+
 def _running(options: argparse.Namespace) -> Sequence[Run]:
     try:
-        runs = list_watched(options.run, options.root)
+        runs = _list_again(options)
     except UsageError:  # the directory may come back
         return ()
     return [each.run for each in summarize(runs) if each.status.state == "running"]
@@ -126,21 +131,31 @@ def _pause() -> None:
     time.sleep(_LOOK_S)
 
 
-def list_watched(place: str | None, root: str) -> Sequence[Run]:
-    """Returns the runs at a place: those of a run or sweep, or all runs of a root, the newest first."""
-    if place is not None and not _is_root(place):
+def list_watched(place: str | None, root: str, *, warn: Callable[[str], object] = warn) -> Sequence[Run]:
+    """Returns the runs at a place: those of a run or sweep, or all runs of a root, the newest first.
+
+    `warn` is called with a line for each run that cannot be read.
+    """
+    if place is not None and not is_root(place):
         return resolve([place], root)
-    directory = root if place is None else place
-    if not Path(directory).is_dir():
-        raise UsageError(f"there is no directory {str(directory)!r}; give a run or the directory of the runs")
+    directory = root_at(place, root)
     runs = runs_under(directory, warn=warn)
     if not runs:
         raise UsageError(f"there is no run in {directory}; start one: headway run train.py")
     return runs
 
 
-def _is_root(place: str | None) -> bool:
+def is_root(place: str | None) -> bool:
+    """Returns whether a place is a directory of runs, and not a run or a sweep."""
     return place is None or (Path(place).is_dir() and not has_info(Path(place)))
+
+
+def root_at(place: str | None, root: str) -> Path:
+    """Returns the directory of runs at a place, by default `root`; `UsageError` if there is none."""
+    directory = Path(root if place is None else place)
+    if not directory.is_dir():
+        raise UsageError(f"there is no directory {str(directory)!r}; give a run or the directory of the runs")
+    return directory
 
 
 def _running_first(runs: Sequence[Run]) -> Sequence[Run]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from headway.cli.parser import Parser, natural
 from headway.cli.screen import safe
-from headway.cli.watch import list_watched
+from headway.cli.watch import is_root, list_watched, root_at
 from headway.errors import DONE, UsageError
-from headway.run import has_info
 from headway.system.text import plural
 from headway.watch.web import RunLibrary, listen, serve
 from headway.watch.web.run_library import key_of
@@ -55,12 +53,8 @@ def main(argv: list[str]) -> int:
 
 def _library(place: str | None, root: str) -> tuple[RunLibrary, str | None, str]:
     """Returns the runs to show, the key of the one to open first, and what to call them."""
-    directory = Path(root if place is None else place)
-    if place is None or (directory.is_dir() and not has_info(directory)):
-        if not directory.is_dir():
-            raise UsageError(
-                f"there is no directory {str(directory)!r}; give a run or the directory of the runs"
-            )
+    if is_root(place):
+        directory = root_at(place, root)
         library = RunLibrary(root=directory.absolute())
         return library, None, f"{plural(len(library.runs()), 'run')} in {directory}"
     runs = list_watched(place, root)
