@@ -12,6 +12,7 @@ from headway.run import Run
 from headway.run.info import DAMAGED, read_json
 from headway.run.status import OVER
 from headway.system.text import format_duration
+from headway.watch.runs import summarize
 from headway.watch.view import RunView, Snapshot
 from headway.watch.view.run_view import LOST_CHECKS
 
@@ -67,6 +68,8 @@ class AlertWatch:
         """Checks all runs once, and starts to send their alerts."""
         try:
             runs = self._find()
+            if not self._has_looked:
+                self._put_aside(runs)
         except (HeadwayError, OSError) as error:  # the directory may come back
             self._report("", f"no run is watched for alerts now: {error}")
             return
@@ -83,6 +86,12 @@ class AlertWatch:
                 self._unread.discard(run.id)
         self._has_looked = True
 
+    def _put_aside(self, runs: Sequence[Run]) -> None:
+        """Notes which runs are over, with one query of the scheduler: to view each of thousands takes minutes."""
+        for each in summarize(runs, heartbeat_wait_s=0):
+            if each.status.state in OVER - {"lost"}:  # that one looks lost is seen in its view
+                self._over[each.run.id] = _end_of(each.run, _attempts(each.run))
+
     def _report(self, key: str, problem: str) -> None:
         """Reports a problem once, until it is gone."""
         if self._problems.get(key) != problem:
@@ -91,8 +100,7 @@ class AlertWatch:
 
     def _look_at(self, run: Run) -> None:
         if run.id in self._over:
-            attempts = (read_json(run.info_file) or {}).get("attempts") or ()
-            if _end_of(run, len(attempts)) == self._over[run.id]:
+            if _end_of(run, _attempts(run)) == self._over[run.id]:
                 return
             del self._over[run.id]  # it was started again
         was_before = not self._has_looked or run.id in self._unread
@@ -111,6 +119,10 @@ class AlertWatch:
     def _run(self) -> None:
         while not self._leaving.wait(self._look_s):
             self.look()
+
+
+def _attempts(run: Run) -> int:
+    return len((read_json(run.info_file) or {}).get("attempts") or ())
 
 
 def _end_of(run: Run, attempts: int) -> object:
