@@ -143,6 +143,9 @@ def test_logs_are_read_from_their_end_and_searched(tmp_path: Path, client: TestC
     assert earlier["lines"] == before[-len(earlier["lines"]) :], "no line is missing between two pages"
     found = get(client, "/api/log", run=key_of(run), search="TRACEBACK")
     assert found["lines"] == ["  Traceback <script>alert(1)</script> red"] and found["begin"] == 0
+    assert found["left_out"] == 0
+    many = get(client, "/api/log", run=key_of(run), search="line")
+    assert (many["lines"], many["left_out"], many["begin"]) == (lines[-500:], 4998 - 500, 0)
     table = get(client, "/api/log", run=key_of(run), search="calls")
     assert table["lines"] == ["name        calls       ms"], "columns stay below each other"
     assert client.get("/api/log", params={"run": key_of(run), "name": "../../run.json"}).status_code == 404
@@ -430,6 +433,16 @@ def test_browsers_are_bound_by_every_answer(client: TestClient) -> None:
             headers["cache-control"] == "no-store"
             and headers["cross-origin-resource-policy"] == "same-origin"
         )
+
+
+def test_a_user_without_a_name_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under docker run -u 1234."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    address = listen()
+    with address.listener:
+        assert f" {os.getuid()}@" in address.ssh_command()
 
 
 def test_it_listens_on_this_machine_only_and_prints_the_tunnel() -> None:

@@ -587,6 +587,40 @@ def test_a_sweep_shows_a_metric_against_each_setting(site: Site, page: Page) -> 
     expect(page.locator(".header h1")).to_be_visible()
 
 
+@pytest.fixture
+def large(site: Site) -> Iterator[Run]:
+    """A run with many metrics of long names and a long log, which only its own tests see."""
+    run = make_run(site.root)
+    metrics = {f"train/{'layer' * 15}.{number:03d}": 1.0 for number in range(100)}
+    write_rows(run.metrics_file(0), [row(10 * at, 0, time.time()) | {"metrics": metrics} for at in (1, 2, 3)])
+    run.log_file(0).write_text("".join(f"line {number}\n" for number in range(5000)))
+    run.end_attempt(1, status="done", exit_code=0)
+    yield run
+    shutil.rmtree(run.path)
+
+
+def test_all_of_many_metrics_are_drawn_and_a_filter_without_a_match_leaves_nothing_behind(
+    site: Site, page: Page, large: Run
+) -> None:
+    show(site, page, run_place(large))
+    page.get_by_role("button", name="show all 100 panels").click()
+    expect(page.locator(".panel figcaption .item")).to_have_count(100)
+    wanted, nothing = page.get_by_placeholder("find a metric"), page.get_by_text("no metric has that name")
+    wanted.fill("zzz")
+    expect(nothing).to_be_visible()
+    wanted.fill("")
+    expect(page.locator(".panel")).to_have_count(100)
+    expect(nothing).to_be_hidden()
+
+
+def test_of_many_matches_in_a_log_the_page_says_how_many_are_shown(
+    site: Site, page: Page, large: Run
+) -> None:
+    show(site, page, run_place(large, "log"))
+    page.get_by_placeholder("find in the log").fill("line")
+    expect(page.get_by_text("the newest 500 of 5,000 lines")).to_be_visible()
+
+
 def test_a_run_without_a_finite_value_is_named_where_it_is_not_drawn(site: Site, page: Page) -> None:
     keys = "/".join(site.runs[name].path.name for name in ("sweep0", "sweep3"))
     show(site, page, f"#/compare/{quote(keys, safe='')}")

@@ -160,7 +160,7 @@ class _Answers:
         page = texts.log_page(run, name, _number(request, "end"), query.get("search", "")[:200])
         if page is None and "name" in query:
             raise _BadRequest(404, "there is no such log")
-        return {"names": names, "name": name, **(page or {"lines": [], "begin": 0})}
+        return {"names": names, "name": name, **(page or {"lines": [], "begin": 0, "left_out": 0})}
 
     @_answered
     def media(self, request: Request) -> Any:

@@ -80,21 +80,23 @@ def log_names(run: Run) -> list[str]:
 def log_page(run: Run, name: str, end: int | None = None, search: str = "") -> dict[str, Any] | None:
     """Returns lines of a log before the offset `end`, with `search` only those that contain it; None without that log.
 
-    `begin` is the offset of the first line that was read; 0 if there are no earlier ones.
+    `begin` is the offset of the first line that was read; 0 if there are no earlier ones. `left_out` is how many
+    further lines from there on contain `search`: of many, only the newest 500 are returned.
     """
     if name not in log_names(run):
         return None
     path = run.job_log if name == "job" else run.log_file(int(name))
     if not search:
         lines, begin = lines_before(run.path, path, end, _PAGE_BYTES)
-        return {"lines": [clean_indented(line) for line in lines], "begin": begin}
+        return {"lines": [clean_indented(line) for line in lines], "begin": begin, "left_out": 0}
     wanted, read, found, at = search.casefold(), 0, list[str](), end
     while read < _SEARCH_BYTES and len(found) < _MAX_MATCHES:
         lines, begin = lines_before(run.path, path, at, _SEARCH_CHUNK_BYTES)
-        shown = [clean_indented(line) for line in lines if wanted in line.casefold()]
-        found = shown + found
+        found = [clean_indented(line) for line in lines if wanted in line.casefold()] + found
         read += _SEARCH_CHUNK_BYTES
         if begin == 0 or begin == at:
-            return {"lines": found[-_MAX_MATCHES:], "begin": 0}
+            at = 0
+            break
         at = begin
-    return {"lines": found[-_MAX_MATCHES:], "begin": at or 0}
+    shown = found[-_MAX_MATCHES:]
+    return {"lines": shown, "begin": at or 0, "left_out": len(found) - len(shown)}

@@ -3,10 +3,8 @@
 import { get, live } from "./api.js";
 import { CurveGrid } from "./curves.js";
 import { h, replace } from "./dom.js";
-import { metricNames } from "./runs.js";
+import { MAX_OVERLAID, metricNames } from "./runs.js";
 import { settingsTable } from "./texts.js";
-
-const MAX_RUNS = 8;
 
 export function keysOf(text) {
   return text.split("/").filter(Boolean).map((part) => {
@@ -25,7 +23,7 @@ function labelOf(key, keys) {
 }
 
 export function showCompare(main, { key, title }) {
-  const keys = keysOf(key).slice(0, MAX_RUNS);
+  const keys = keysOf(key).slice(0, MAX_OVERLAID);
   title(`${keys.length} runs`);
   const grid = new CurveGrid(keys.map((each) => ({ key: each, label: labelOf(each, keys) })));
   const settings = h("div", {}, "reading…");

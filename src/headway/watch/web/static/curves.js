@@ -8,6 +8,8 @@ import { duration, number, short } from "./format.js";
 const PANELS = 12;
 const POINTS = 500;
 const REFRESH_MS = 2000;
+const NAMES_PER_REQUEST = 32;
+const NAMES_LENGTH = 6000; // the server refuses a query of more than 8192 bytes
 
 // Training and validation of the same metric share a panel.
 const groupOf = (name) => name.replace(/^(train|val|validation|test)\//, "");
@@ -19,6 +21,22 @@ function group(names) {
     found.set(key, [...(found.get(key) ?? []), name]);
   }
   return found;
+}
+
+// Splits the names of metrics into parts that fit into a request.
+function requestParts(names) {
+  const parts = [];
+  let length = 0;
+  for (const name of names) {
+    const more = `&${new URLSearchParams({ metric: name })}`.length;
+    length += more;
+    if (!parts.length || length > NAMES_LENGTH || parts[parts.length - 1].length === NAMES_PER_REQUEST) {
+      parts.push([]);
+      length = more;
+    }
+    parts[parts.length - 1].push(name);
+  }
+  return parts;
 }
 
 export class CurveGrid {
@@ -34,11 +52,12 @@ export class CurveGrid {
     this.timer = null;
     this.isWhole = true;
     this.panelHost = h("div", { class: "panels" });
+    this.none = h("p", { class: "soft" });
     this.note = h("span", { class: "soft" });
     this.more = h("button", { type: "button", hidden: true, onclick: () => this.set({}, () => (this.showAll = true)) });
     this.unzoom = h("button", { type: "button", hidden: true, onclick: () => this.zoom(null) }, "reset zoom");
     this.legend = h("div", { class: "legend" });
-    this.host = h("div", { class: "curves" }, this.controls(), this.legend, this.panelHost, this.more);
+    this.host = h("div", { class: "curves" }, this.controls(), this.legend, this.panelHost, this.none, this.more);
     this.onTheme = () => this.draw();
     window.addEventListener("theme", this.onTheme);
   }
@@ -98,7 +117,9 @@ export class CurveGrid {
     const begin = performance.now();
     const metric = this.shownGroups().flatMap(([, names]) => names);
     try {
-      await Promise.all(this.runs.map((run) => this.readRun(run, metric)));
+      const whole = await Promise.all(this.runs.map((run) => this.readRun(run, metric)));
+      this.isWhole = whole.every(Boolean);
+      this.note.textContent = this.isWhole ? "" : "a sample of a long run; reading the rest…";
       this.draw();
     } catch (error) {
       this.note.textContent = String(error.message ?? error);
@@ -113,19 +134,22 @@ export class CurveGrid {
     }, pause);
   }
 
+  // Returns whether all of a long run was read, and not a sample of it.
   async readRun(run, metric) {
-    if (!metric.length) return;
     const [from, to] = this.stepsOf(run);
-    const found = await get("curves", { run: run.key, metric, points: POINTS, from, to });
-    this.isWhole = found.is_whole;
-    this.note.textContent = found.is_whole ? "" : "a sample of a long run; reading the rest…";
-    for (const curve of found.curves) {
-      const id = `${run.key}\n${curve.name}`;
-      const before = this.known.get(id);
-      this.known.set(id, {
-        ...curve, began: found.began ?? 0, all: this.view.range ? before?.all : curve,
-      });
+    const found = await Promise.all(
+      requestParts(metric).map((names) => get("curves", { run: run.key, metric: names, points: POINTS, from, to })),
+    );
+    for (const part of found) {
+      for (const curve of part.curves) this.know(run, curve, part.began ?? 0);
     }
+    return found.every((part) => part.is_whole);
+  }
+
+  know(run, curve, began) {
+    const id = `${run.key}\n${curve.name}`;
+    const before = this.known.get(id);
+    this.known.set(id, { ...curve, began, all: this.view.range ? before?.all : curve });
   }
 
   // Returns the steps of a run that are in the visible range.
@@ -168,7 +192,8 @@ export class CurveGrid {
       if (this.panelHost.children[at] !== panel.host) this.panelHost.insertBefore(panel.host, this.panelHost.children[at] ?? null);
       panel.draw(names);
     });
-    if (!groups.length) replace(this.panelHost, h("p", { class: "soft" }, this.names.length ? "no metric has that name" : "no metric yet"));
+    this.none.hidden = groups.length > 0;
+    this.none.textContent = this.names.length ? "no metric has that name" : "no metric yet";
     const several = this.runs.length > 1;
     replace(this.legend, several ? this.runs.map((run, at) => item(COLORS[at % COLORS.length], run.label, `#/run/${encodeURIComponent(run.key)}`)) : []);
   }

@@ -6,6 +6,7 @@ import { clock, count, duration, number, setting } from "./format.js";
 
 const MAX_SETTINGS = 4;
 const MAX_METRICS = 2;
+export const MAX_OVERLAID = 8;
 
 // "lr>0.001 model.depth=12 failed": each word must match; one without a comparison is searched in names and states.
 export function matches(run, text) {
@@ -105,7 +106,7 @@ export function showRuns(main, { title }) {
     const sweeps = [...new Set(shown.map((run) => run.sweep).filter(Boolean))];
     actions.hidden = keys.length < 2 && !sweeps.length;
     replace(actions,
-      keys.length > 1 && h("a", { class: "button", href: `#/compare/${encodeURIComponent(joined)}` }, `overlay ${keys.length} runs`),
+      keys.length > 1 && h("a", { class: "button", href: `#/compare/${encodeURIComponent(joined)}` }, `overlay ${keys.length > MAX_OVERLAID ? `the first ${MAX_OVERLAID} of ` : ""}${keys.length} runs`),
       keys.length > 1 && h("a", { class: "button", href: `#/sweep/${encodeURIComponent(`of/${joined}`)}` }, "settings against a metric"),
       sweeps.slice(0, 12).map((id) => h("a", { class: "button", href: `#/sweep/${encodeURIComponent(id)}` }, `sweep ${id}`)));
   };

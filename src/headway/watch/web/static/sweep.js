@@ -4,7 +4,7 @@ import { live } from "./api.js";
 import { h, pill, replace, replaceOnce, s, select } from "./dom.js";
 import { keysOf } from "./compare.js";
 import { number, setting } from "./format.js";
-import { differing, metricNames } from "./runs.js";
+import { MAX_OVERLAID, differing, metricNames } from "./runs.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM] = [360, 220, 56, 34];
 
@@ -36,7 +36,7 @@ export function showSweep(main, { key, title }) {
       select("metric", names.map((name) => [name, name]), view.metric, (metric) => set({ metric })),
       select("which value", [["best", "best value"], ["last", "newest value"]], view.which, (which) => set({ which })),
       h("span", { class: "soft" }, `${runs.length} runs`),
-      runs.length > 1 && h("a", { class: "button", href: `#/compare/${encodeURIComponent(runs.slice(0, 8).map((run) => encodeURIComponent(run.key)).join("/"))}` }, "overlay curves"),
+      runs.length > 1 && h("a", { class: "button", href: `#/compare/${encodeURIComponent(runs.slice(0, MAX_OVERLAID).map((run) => encodeURIComponent(run.key)).join("/"))}` }, runs.length > MAX_OVERLAID ? `overlay curves of the first ${MAX_OVERLAID}` : "overlay curves"),
     ]);
     const settings = differing(runs);
     const better = runs.find((run) => run.metrics[view.metric])?.metrics[view.metric].better;

@@ -3,7 +3,7 @@
 import { get, newestOnly } from "./api.js";
 import { table } from "./blocks.js";
 import { h, replace, search, select } from "./dom.js";
-import { setting } from "./format.js";
+import { count, setting } from "./format.js";
 
 const FOLLOW_MS = 2000;
 
@@ -94,7 +94,7 @@ export function logTab(host, { key }) {
   const note = h("span", { class: "soft" });
   const earlier = h("button", { type: "button", hidden: true, onclick: () => readEarlier() }, "earlier lines");
   let view = { name: undefined, search: "" };
-  let shown = { lines: [], begin: 0, names: "" };
+  let shown = { lines: [], begin: 0, leftOut: 0, names: "" };
   let timer = null;
   const newest = newestOnly();
 
@@ -103,11 +103,13 @@ export function logTab(host, { key }) {
     replace(body, shown.lines.length ? marked(shown.lines, view.search) : view.search ? "no line has that text" : "nothing was written");
     if (atEnd) body.scrollTop = body.scrollHeight;
     earlier.hidden = !shown.begin;
-    note.textContent = view.search ? `${shown.lines.length} lines` : "";
+    const found = count(shown.lines.length);
+    const all = shown.leftOut ? `the newest ${found} of ${count(shown.lines.length + shown.leftOut)} lines` : `${found} lines`;
+    note.textContent = view.search ? all : "";
   };
   const request = (end) => get("log", { run: key, name: view.name, search: view.search || undefined, end });
   const fail = (error) => {
-    shown = { ...shown, lines: [], begin: 0 };
+    shown = { ...shown, lines: [], begin: 0, leftOut: 0 };
     replace(body, error.message);
     earlier.hidden = true;
   };
@@ -117,7 +119,7 @@ export function logTab(host, { key }) {
       if (found.names.join() !== shown.names) drawNames(found);
       const isSame = shown.lines.length && shown.lines[shown.lines.length - 1] === found.lines[found.lines.length - 1] && shown.lines.length >= found.lines.length;
       if (!isSame || view.search) {
-        shown = { lines: found.lines, begin: found.begin, names: found.names.join() };
+        shown = { lines: found.lines, begin: found.begin, leftOut: found.left_out, names: found.names.join() };
         draw();
       }
     }, fail);
@@ -129,14 +131,14 @@ export function logTab(host, { key }) {
   };
   const change = (changes) => {
     view = { ...view, ...changes };
-    shown = { ...shown, lines: [], begin: 0 };
+    shown = { ...shown, lines: [], begin: 0, leftOut: 0 };
     read();
   };
   const readEarlier = () => {
     clearTimeout(timer); // new lines would scroll away the earlier ones
     newest.show(request(shown.begin), (found) => {
       const height = body.scrollHeight;
-      shown = { ...shown, lines: [...found.lines, ...shown.lines], begin: found.begin };
+      shown = { ...shown, lines: [...found.lines, ...shown.lines], begin: found.begin, leftOut: shown.leftOut + found.left_out };
       draw();
       body.scrollTop = body.scrollHeight - height;
     }, (error) => (note.textContent = error.message)); // the lines stay, and so does the button
