@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from rich.console import Console
 
 from headway.cli.parser import Positional, above_zero, dispatch, parse, positive, unknown_verb
-from headway.cli.screen import print_json
+from headway.cli.screen import print_json, safe
 from headway.errors import DONE, UsageError
 from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
@@ -241,12 +241,28 @@ def _check(argv: list[str]) -> int:
     from headway.watch.runs import resolve
 
     options = parse(PlanCheckOptions, argv, verb="plan check")
-    rows = [row for run in resolve([options.run], options.root) for row in compare_with_plan(run)]
+    runs = resolve([options.run], options.root)
+    found: list[tuple[str, list[PlanComparison], str]] = []
+    for run in runs:
+        try:
+            found.append((run.id, compare_with_plan(run), ""))
+        except UsageError as error:
+            found.append((run.id, [], str(error)))
+    if not any(rows for _, rows, _ in found):
+        raise UsageError(found[0][2])
     if options.json:
-        print_json([row.to_dict() for row in rows])
+        print_json(
+            [
+                {"run": name} | facts
+                for name, rows, problem in found
+                for facts in ([row.to_dict() for row in rows] or [{"problem": problem}])
+            ]
+        )
     else:
-        print(*map(_compared, rows), sep="\n")
-    return 1 if any(row.differs for row in rows) else DONE
+        for name, rows, problem in found:
+            for text in [*map(_compared, rows)] or [problem]:
+                print(safe(f"{name}: {text}" if len(runs) > 1 else text))
+    return 1 if any(row.differs for _, rows, _ in found for row in rows) else DONE
 
 
 def _compared(row: PlanComparison) -> str:

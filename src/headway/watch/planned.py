@@ -20,10 +20,13 @@ def compare_with_plan(run: Run) -> list[PlanComparison]:
         )
     read_saved_plan(run.plan_file)  # raises if it is not a plan
     found = list(RunView(run, thorough=True).refresh().plan)
-    if all(row.measured is None for row in found):
-        planned = " and ".join(row.what for row in found) or "neither step time nor memory"
+    if not found:
         raise UsageError(
-            f"nothing of {run.path} can be compared: its plan has {planned}, and the run has not measured that; "
-            f"see what it has: headway watch {run.path} --once"
+            f"{run.path} cannot be compared with its plan, which has neither step time nor memory"
+        )
+    if all(row.measured is None for row in found):
+        raise UsageError(
+            f"{run.path} cannot be compared with its plan: the run has not measured "
+            f"{' or '.join(row.what for row in found)}; see what it has: headway watch {run.path} --once"
         )
     return found
