@@ -29,7 +29,7 @@ def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch
     """
     check_kind(kind)
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if _has_mps(world_size) else "cpu"
+        kind = automatic_kind(world_size)
     if kind == "cuda":
         device = torch.device("cuda", _cuda_index(placement))
         use_many_queues()
@@ -43,6 +43,11 @@ def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch
         if not torch.backends.mps.is_available():
             raise UsageError("device='mps' is not available on this machine; use device='auto' or 'cpu'")
     return torch.device(kind)
+
+
+def automatic_kind(world_size: int) -> str:
+    """Returns the kind of device that "auto" chooses here: torch calls AMD's GPUs cuda, too."""
+    return "cuda" if torch.cuda.is_available() else "mps" if _has_mps(world_size) else "cpu"
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:

@@ -7,6 +7,7 @@ A check is a function from facts to a `CheckResult`; `examine_node` and `examine
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import shutil
 import sys
@@ -41,6 +42,12 @@ _LIMITS = {
     "address space": resource.RLIMIT_AS,
     "processes": resource.RLIMIT_NPROC,
 }
+_OTHER_DEVICES = {
+    "cpu": "the CPU",
+    "mps": "the GPU of this Mac (mps), in one process",
+    "cuda": "the GPUs that torch finds (AMD: ROCm)",
+}
+"""what training uses without an NVIDIA GPU, by the kind of device"""
 _USUAL_THROTTLING = ("power cap",)
 """a large matrix product reaches the power cap of every healthy GPU"""
 _BUSY, _LOW_CLOCK = 0.9, 0.5
@@ -92,7 +99,7 @@ def examine_node(
     Also returns the topology, None if torch cannot be imported.
     """
     required = probes.required_versions()
-    checks = [python(sys.version_info[:3]), packages(required, probes.installed_versions(required))]
+    checks = [python(), packages(required, probes.installed_versions(required))]
     topology: Topology | None = None
     try:
         import torch  # noqa: F401
@@ -144,12 +151,9 @@ def bad(name: str, detail: str, advice: str) -> CheckResult:
 # ---- software
 
 
-def python(version: tuple[int, ...]) -> CheckResult:
-    """Checks the version of Python."""
-    text = ".".join(map(str, version))
-    if version < (3, 11):
-        return bad("python", text, "headway needs Python 3.11 or newer")
-    return ok("python", f"{text} at {sys.executable}")
+def python() -> CheckResult:
+    """Names the version of Python; an older one than headway needs cannot import headway."""
+    return ok("python", f"{platform.python_version()} at {sys.executable}")
 
 
 def packages(required: Mapping[str, str], installed: Mapping[str, str]) -> CheckResult:
@@ -182,7 +186,15 @@ def machine(
     topology: Topology, driver: Driver | None, samples: Sequence[Mapping[str, Any]] | None = None
 ) -> Iterator[CheckResult]:
     """Checks GPUs, links, network and CPUs; `samples` are of GPUs under load, if there are any."""
-    yield gpus(topology, driver, torch_cuda=probes.torch_cuda(), device_files=probes.count_gpu_files())
+    from headway.dist.device import automatic_kind
+
+    yield gpus(
+        topology,
+        driver,
+        torch_cuda=probes.torch_cuda(),
+        device_files=probes.count_gpu_files(),
+        device="cuda" if topology.gpus else automatic_kind(1),
+    )
     found = probes.sample_gpus() if samples is None else samples
     if topology.gpus or any("error" in gpu for gpu in found):
         yield gpu_health(found)
@@ -195,9 +207,17 @@ def machine(
 
 
 def gpus(
-    topology: Topology, driver: Driver | None, *, torch_cuda: str | None, device_files: int
+    topology: Topology,
+    driver: Driver | None,
+    *,
+    torch_cuda: str | None,
+    device_files: int,
+    device: str = "cpu",
 ) -> CheckResult:
-    """Checks GPUs. `torch_cuda`: the CUDA version that torch was built with; `device_files`: GPUs in /dev."""
+    """Checks GPUs. `torch_cuda`: the CUDA version that torch was built with; `device_files`: NVIDIA GPUs in /dev.
+
+    `device` is the kind of device that one process would choose.
+    """
     if driver is None and device_files:
         detail = f"/dev has {device_files}, but the driver does not respond"
         return bad(
@@ -209,7 +229,7 @@ def gpus(
             return warn(
                 "GPUs", detail, "to use them, request GPUs: --gpus-per-node, or docker run --gpus all"
             )
-        return ok("GPUs", "no NVIDIA GPU; training uses the CPU")
+        return ok("GPUs", f"no NVIDIA GPU; training uses {_OTHER_DEVICES[device]}")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in topology.gpus))
     memory = min(gpu.memory for gpu in topology.gpus) / _GIB
     own = f", {memory:.0f} GiB" if memory else ""
