@@ -16,13 +16,14 @@ from rich.text import Text
 
 from headway.cli import housekeeping, samples
 from headway.cli.parser import Parser, Verb, natural
-from headway.cli.screen import ago, console, number, print_json, state_style, warn
+from headway.cli.screen import ago, console, number, print_json, warn
 from headway.errors import DONE, UsageError
 from headway.launcher.sweep import label
 from headway.run.rebuild import describe, rebuild
 from headway.run.status import State
 from headway.system.text import format_duration
 from headway.watch.runs import RunSummary, select
+from headway.watch.terminal.screen import STATE_COLORS
 from headway.watch.view.source import clean
 
 _WATCH_S = 2.0
@@ -129,7 +130,7 @@ def _show(rows: Sequence[RunSummary], root: str, screen: Console) -> None:
     for row, cells in zip(rows, lines[1:], strict=True):
         line = _line(cells, widths)
         begin = widths[0] + 2
-        line.stylize(state_style(row.status.state), begin, begin + widths[1])
+        line.stylize(STATE_COLORS.get(row.status.state, ""), begin, begin + widths[1])
         screen.print(line, no_wrap=True, overflow="ignore", crop=False)
         if more := "; ".join(filter(None, (row.sweep and label(row.sweep.settings), row.status.why))):
             screen.print(Text(f"    {clean(more)}", "dim"), no_wrap=True, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""Output of verbs: the console, colors of states, and times and numbers as people read them."""
+"""Output of verbs: the console, and times and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ from rich.table import Table
 from headway.system.jsonlines import to_finite
 from headway.system.log import logger
 from headway.system.text import TIME_UNITS
-
-_COLORS = {
-    "running": "green",
-    "queued": "cyan",
-    "failed": "red",
-    "lost": "red",
-    "stopped": "yellow",
-    "interrupted": "yellow",
-    "cancelled": "yellow",
-}
 
 
 def console() -> Console:
@@ -44,11 +34,6 @@ def plain_table(*titles: str, numbers: Collection[str] = ()) -> Table:
     for title in titles:
         made.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
     return made
-
-
-def state_style(state: str) -> str:
-    """Returns the color of a state, if it has one."""
-    return _COLORS.get(state, "")
 
 
 def ago(moment: datetime, now: datetime) -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 from headway.watch.view.series import Series, is_noisy, resample, smoothed
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character, by column and row
+_LEAST_SHARE = 0.005  # in a legend: less would be 0%
 _FILLS = {
     "data": ("█", "yellow"),
     "compute": ("▓", "green"),
@@ -56,9 +57,11 @@ def stacked_bar(shares: Mapping[str, float], width: int) -> Text:
     return bar
 
 
-def legend(shares: Mapping[str, float], *, least: float = 0.005) -> Text:
+def legend(shares: Mapping[str, float]) -> Text:
     """Returns the legend of `stacked_bar`, the largest share first."""
-    listed = sorted((share, phase) for phase, share in shares.items() if phase in PHASES and share >= least)
+    listed = sorted(
+        (share, phase) for phase, share in shares.items() if phase in PHASES and share >= _LEAST_SHARE
+    )
     found = Text()
     for share, phase in reversed(listed):
         found.append(_FILLS[phase][0], _FILLS[phase][1])

@@ -15,17 +15,17 @@ from headway.watch.terminal.charts import curve, legend, progress_bar, stacked_b
 from headway.watch.view.series import Series, sparkline
 from headway.watch.view.snapshot import DatasetRow, Failure, Header, RankRow, RunMessage, Snapshot
 
-STATE_STYLES = {
-    "running": "bold green",
-    "starting": "bold cyan",
-    "queued": "bold cyan",
-    "done": "bold",
-    "failed": "bold red",
-    "lost": "bold red",
-    "stopped": "bold yellow",
-    "interrupted": "bold yellow",
-    "cancelled": "bold yellow",
+STATE_COLORS = {
+    "running": "green",
+    "starting": "cyan",
+    "queued": "cyan",
+    "failed": "red",
+    "lost": "red",
+    "stopped": "yellow",
+    "interrupted": "yellow",
+    "cancelled": "yellow",
 }
+"""of the states that have one"""
 _MARGIN = 10
 _TALL = 34
 """on a screen of so many lines, a large curve comes before further ranks and messages"""
@@ -91,7 +91,8 @@ def layout(snapshot: Snapshot, width: int, height: int, chosen: Selection | None
 
 
 def _header(header: Header, width: int, now: float) -> list[Text]:
-    state = Text().append(header.state.upper(), STATE_STYLES.get(header.state, "bold"))
+    style = f"bold {STATE_COLORS.get(header.state, '')}"
+    state = Text().append(header.state.upper(), style)
     if header.silent_s is not None:
         state.append(f", silent for {format_duration(header.silent_s)}", "bold yellow")
     first = Text().append(header.id, "bold")
@@ -108,7 +109,7 @@ def _header(header: Header, width: int, now: float) -> list[Text]:
     ]
     lines = [first, _progress(header, width), Text(" · ".join(filter(None, facts)), "dim")]
     if header.why:
-        lines.append(Text(header.why, STATE_STYLES.get(header.state, "")))
+        lines.append(Text(header.why, style))
     return lines
 
 

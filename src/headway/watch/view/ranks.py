@@ -21,8 +21,6 @@ MIN_LOST_S = 1.0
 
 _KEPT_BYTES = 1 << 13
 _KEPT_ROWS = 8
-_BUDGET_S = 0.15
-"""of one refresh; with thousands of ranks on a slow file system, each rank is read less often"""
 _MAX_RANKS = 1 << 16
 
 
@@ -36,8 +34,11 @@ class RankTable:
         self._rows: dict[int, deque[Row]] = {}
         self._next = 0
 
-    def refresh(self, world_size: int, since: float, budget_s: float = _BUDGET_S) -> None:
-        """Reads new rows of ranks 0 to `world_size` - 1, and drops rows older than `since`."""
+    def refresh(self, world_size: int, since: float, budget_s: float) -> None:
+        """Reads new rows of ranks 0 to `world_size` - 1, and drops rows older than `since`.
+
+        After `budget_s` seconds it leaves the other ranks to the next calls: there may be thousands of files.
+        """
         count = min(world_size, _MAX_RANKS)
         begin = time.monotonic()
         for _ in range(count):
