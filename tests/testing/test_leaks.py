@@ -33,7 +33,7 @@ def _running_resource_tracker() -> None:
 @contextmanager
 def _process(_: Path) -> Iterator[str]:
     with subprocess.Popen(["sleep", "600"]) as child:
-        yield f"process {child.pid}: sleep 600"
+        yield f"process {child.pid} (sleep 600)"
         child.kill()
 
 
@@ -41,7 +41,7 @@ def _process(_: Path) -> Iterator[str]:
 def _zombie(_: Path) -> Iterator[str]:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    yield f"process {child.pid}: ended, but was not waited for"
+    yield f"process {child.pid} (ended, but was not waited for)"
     child.wait()
 
 

@@ -200,7 +200,7 @@ def test_a_leak_may_be_allowed_but_harms_nobody_else(session: Session) -> None:
 )
 def test_leaks_are_named(session: Session, leak: str) -> None:
     text = session.cases["test_leaks_everything"].text
-    assert "rank 1 of 2: left " in text
+    assert "rank 1 of 2: left behind: process " in text
     assert f"  {leak}" in text or leak in text.partition("open file")[2]
     assert "rank 0" not in text, "that rank left nothing"
     assert "handler of SIGUSR1" not in text, "that one is as it was"
@@ -213,7 +213,7 @@ def test_leaks_shared_memory(case: Case) -> None:
 
 def test_one_fails_and_the_others_wait_for_it(case: Case) -> None:
     assert "rank 2 of 4: ValueError: no more flour" in case.text
-    assert "ranks 0-1, 3: was still running 2 s after rank 2 had ended" in case.text, case.text
+    assert "ranks 0-1, 3: still running 2 s after rank 2 had ended" in case.text, case.text
     assert "in barrier" in case.text, "and says where they were"
     assert "in test_one_fails_and_the_others_wait_for_it" in case.text
     assert "control.py" not in case.text, "headway's own threads are not the reader's business"

@@ -36,7 +36,10 @@ def test_a_run_is_removed_after_it_was_shown(run: Run, capsys: pytest.CaptureFix
     assert main(["runs", "rm", str(run.path), "--dry-run"]) == 0 and run.path.exists()
     assert re.search(r"1\d\d\.\d kB  " + str(run.path), capsys.readouterr().out)
     assert main(["runs", "rm", str(run.path)]) == 2 and run.path.exists()
-    assert "nobody can be asked here: to remove 1 run, add --yes" in capsys.readouterr().err
+    assert (
+        "standard input is not a terminal; to remove 1 run without a question, add --yes"
+        in capsys.readouterr().err
+    )
     assert main(["runs", "rm", run.id[-4:], "--root", str(run.path.parent), "--yes"]) == 0
     assert list(run.path.parent.iterdir()) == []
 

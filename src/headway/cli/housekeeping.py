@@ -98,7 +98,9 @@ def _agreed(
         return []
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError(f"nobody can be asked here: to {what} {plural(len(runs), 'run')}, add --yes")
+            raise UsageError(
+                f"standard input is not a terminal; to {what} {plural(len(runs), 'run')} without a question, add --yes"
+            )
         try:
             answer = input(f"{what} {plural(len(runs), 'run')}, {format_bytes(sum(sizes))}? [y/N] ")
         except EOFError:  # Ctrl-D

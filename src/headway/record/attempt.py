@@ -135,8 +135,16 @@ def run_report_command(run: Run) -> None:
             timeout=_REPORT_LIMIT_S,
             check=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("no report was written: %s; to write it: headway report %s", error, run.path)
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        why = last.removeprefix("headway: ") or f"the command ended with {error.returncode}"
+    except subprocess.TimeoutExpired:
+        why = f"it takes more than {_REPORT_LIMIT_S:.0f} s"
+    except OSError as error:
+        why = str(error)
+    else:
+        return
+    logger.warning("no report was written: %s; to write it: headway report %s", why, run.path)
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:

@@ -143,11 +143,11 @@ def is_resource_tracker(child: psutil.Process) -> bool:
 
 def _describe_process(child: psutil.Process) -> str:
     try:
-        return f"{child.pid}: {' '.join(child.cmdline())}"
+        return f"{child.pid} ({' '.join(child.cmdline())})"
     except psutil.ZombieProcess:
-        return f"{child.pid}: ended, but was not waited for"
+        return f"{child.pid} (ended, but was not waited for)"
     except psutil.Error:
-        return f"{child.pid}: gone meanwhile"
+        return f"{child.pid} (gone meanwhile)"
 
 
 def _open_files(except_those_of: Iterable[psutil.Process]) -> Mapping[Hashable, int]:

@@ -108,7 +108,7 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         late = f"did not end within {timeout:g} s"
         if first is not None:
-            late = f"was still running {_GRACE_S:g} s after rank {first.rank} had ended"
+            late = f"still running {_GRACE_S:g} s after rank {first.rank} had ended"
         stopped = [process for process in waiting.values() if process.is_stopped()]
         self._abort(list(waiting.values()))
         for process in waiting.values():

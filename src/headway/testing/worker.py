@@ -100,7 +100,7 @@ class _RankWorker:
         outcome, reason, text = self._attempt(task)
         left = leaks.since(before)
         if left and outcome == "passed" and task.leaks:
-            outcome, reason, text = "failed", f"left {left[0]} behind", leaks.describe(left)
+            outcome, reason, text = "failed", f"left behind: {left[0]}", leaks.describe(left)
         collectives = _collectives()
         reusable = not left and collectives >= 0
         sys.stdout.flush()
