@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from synthetic_run import make_run, row, write_rows
 
-from headway.cli import main
+from headway.cli import main, watch as watch_verb
 from headway.errors import INTERRUPTED, UsageError
 from headway.launcher import epilogue
 from headway.launcher.program import JobFile, Program
@@ -255,6 +256,8 @@ def test_a_command_gets_the_end_of_its_input_though_a_process_was_forked_beside_
 
 
 def test_the_address_is_a_secret(hook: Hook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_ALERT_COMMAND", command := f"curl -d text https://chat.example.org/{SECRET}")
+    assert SECRET not in redact(f"running {command}") and "HEADWAY_ALERT_COMMAND" not in recorded()
     assert SECRET not in redact(f"posting to {hook.url}") and "HEADWAY_ALERT_URL" not in recorded()
     assert SECRET not in json.dumps(collect(), default=str)
     run = make_run(tmp_path)
@@ -357,6 +360,7 @@ def test_runs_that_cannot_be_found_or_read_for_a_while_are_watched_afterwards(
         return refresh(view)
 
     monkeypatch.setattr(RunView, "refresh", stall)
+    monkeypatch.setattr(alerting, "summarize", lambda *_, **__: [])  # which leaves out what it cannot read
     root = {"is": "there"}
 
     def find() -> list[Run]:
@@ -465,6 +469,45 @@ def test_the_command_sends_alerts_and_says_what_is_missing(
     assert main(["watch", str(run.path), "--alert", "never"]) == 2
 
 
+@pytest.mark.usefixtures("hook")
+def test_a_damaged_run_is_named_once_and_not_at_each_check(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At each check, its name would be printed over the live screen."""
+    make_run(tmp_path)
+    make_run(tmp_path).info_file.write_text("{")
+    options = argparse.Namespace(alert=["all"], json=False, once=False, run=str(tmp_path), root="runs")
+    assert len(watch_verb.list_watched(options.run, options.root)) == 1
+    assert "run.json is damaged" in caplog.text
+    caplog.clear()
+    watch = watch_verb._alerting(options, print)
+    assert isinstance(watch, AlertWatch)
+    watch.look()
+    assert len(watch_verb._running(options)) < 2 and caplog.text == ""
+
+
+def test_runs_that_are_over_are_not_viewed_one_by_one(
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, live = [make_run(tmp_path) for _ in range(3)], make_run(tmp_path)
+    for run in over:
+        run.end_attempt(1, status="failed", exit_code=1)
+    viewed: list[str] = []
+    monkeypatch.setattr(alerting, "RunView", lambda run: viewed.append(run.id) or RunView(run))
+    one = sender()
+    watch = AlertWatch(lambda: [*over, live], one)
+    with live.lock():
+        watch.look()
+        watch.look()
+        assert viewed == [live.id]
+        again = over[0].begin_attempt(world={"world_size": 1})
+        with over[0].lock():
+            watch.look()
+            over[0].end_attempt(again, status="failed", exit_code=1)
+        watch.look()
+    assert one.wait(20) and [post["run"] for post in hook.posts] == [over[0].id], "it was started again"
+
+
 # ---- the job itself
 
 
@@ -514,7 +557,7 @@ def test_all_runs_of_a_root_are_watched_after_the_one_that_is_shown_is_over(
 
     monkeypatch.setattr("headway.cli.watch.follow", follow)
     monkeypatch.setattr("headway.cli.watch._pause", leave)
-    monkeypatch.setattr("headway.cli.watch.list_watched", lambda *_: [shown, older])
+    monkeypatch.setattr("headway.cli.watch.list_watched", lambda *_, **__: [shown, older])
     with older.lock(), shown.lock():
         assert main(["watch", str(tmp_path / "runs"), "--alert", "all"]) == INTERRUPTED
     assert followed == [shown.id, older.id]

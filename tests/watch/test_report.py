@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,15 +15,16 @@ from synthetic_run import make_run, row, write_rows
 
 from headway import record
 from headway.cli import main
+from headway.cli.report import time_table
 from headway.cli.screen import safe
 from headway.record import attempt
 from headway.run import Run
 from headway.watch.report import account, figures, render
-from headway.watch.report.accounting import count_repeated
+from headway.watch.report.accounting import RepeatedSteps, TimeAccount, count_repeated
 from headway.watch.runs import timestamp
 from headway.watch.view import RunView
 from headway.watch.view.metric_rows import StepRange
-from headway.watch.view.series import Series, smoothed
+from headway.watch.view.series import Series, smoothed, sparkline
 
 VOID = {"meta", "br", "circle", "line", "polyline"}
 
@@ -238,6 +240,24 @@ def test_a_long_run_writes_its_report_by_itself(tmp_path: Path, monkeypatch: pyt
     assert "done without a step" in Page(run.report_file.read_text()).text
 
 
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("import sys; sys.exit('one line\\nheadway: the disk is full')", "the disk is full"),
+        ("raise SystemExit(3)", "the command ended with 3"),
+    ],
+)
+def test_why_no_report_was_written_is_said_in_its_own_words(
+    program: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(attempt.logger, "warning", lambda text, *parts: told.append(text % parts))
+    monkeypatch.setattr(attempt, "module_command", lambda *_: [sys.executable, "-c", program])
+    run = Run.create(tmp_path, name="digits")
+    attempt.run_report_command(run)
+    assert told == [f"no report was written: {why}; to write it: headway report {run.path}"]
+
+
 def test_a_loss_that_ended_as_nan_is_not_shown_as_its_last_finite_value(tmp_path: Path) -> None:
     run = make_run(tmp_path, log_points=3)
     names = ("train/loss", "val/loss", "constraint/loss")
@@ -302,6 +322,20 @@ def test_comparing_shows_curves_and_how_the_code_differs(
     found = json.loads(capsys.readouterr().out)
     assert found["same"] is False and [safe(each) for each in found["diff"]] == shown.splitlines()
     assert main(["compare", places[0], places[0], "--code"]) == 2
+
+
+def test_times_of_a_run_whose_attempts_took_no_time_are_printed() -> None:
+    """Its clock was set back: rows of rank 0 have seconds, the attempt has none."""
+    never = RepeatedSteps(count=0, made=0, is_exact=True)
+    parts = {"training": 1.0, "data": 0.5}
+    table = time_table(TimeAccount(parts=parts, total_s=0.0, between_s=0.0, repeated=never, rank_hours=0.0))
+    assert table.row_count == 1
+
+
+@pytest.mark.parametrize("values", [[0.0, 1e-310], [-1e-310, 0.0], [1e290, -1e290], [0.0, 0.0]])
+def test_curves_of_extreme_values_are_drawn(values: list[float]) -> None:
+    line = sparkline(Series(steps=[0, 1], means=values), 2)
+    assert len(line) == 2 and (line[0] < line[1]) == (values[0] < values[1])
 
 
 def test_without_a_name_it_is_that_of_the_newest_run(

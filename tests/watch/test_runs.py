@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from headway.cli import main
+from headway.cli.watch import list_watched
 from headway.errors import UsageError
 from headway.launcher import sweep
 from headway.run import Run, lock
@@ -313,6 +314,16 @@ def test_a_sweep_stands_for_its_runs(
     assert max(map(len, lines[:5])) <= 80
 
 
+def test_a_link_in_another_directory_to_the_first_run_of_a_sweep_stands_for_its_runs(tmp_path: Path) -> None:
+    runs = [Run.create(tmp_path / "runs", name="s") for _ in range(2)]
+    sweep.join(runs, sweep.grid(["lr=1,2"]))
+    link = tmp_path / "elsewhere" / "best"
+    link.parent.mkdir()
+    link.symlink_to(runs[0].path)
+    assert listing.resolve([str(link)]) == runs
+    assert [run.id for run in list_watched(str(link), "runs")] == [run.id for run in runs]
+
+
 def test_squeue_and_sacct_in_their_own_words(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,8 +361,9 @@ HOSTILE_FILES: dict[str, list[object]] = {
     "ended.json": [{}, {"time": HUGE, "exit_code": HUGE}, {"time": "9", "exit_code": []}, {"exit_code": 1}],
     "failure.json": [{"kind": [], "rank": HUGE, "step": HUGE, "error": {"a": 1}, "exit_code": {}}],
     "sweep.json": [
-        {"sweep": HUGE, "index": HUGE, "settings": [1]},
-        {"sweep": "a", "index": 0, "settings": 7},
+        {"sweep": HUGE, "index": HUGE, "size": 1, "settings": [1]},
+        {"sweep": "a", "index": 0, "size": 1, "settings": 7},
+        {"sweep": "a", "index": 0, "size": 1, "settings": {"lr": {"a": HUGE}}},
     ],
     "starts.jsonl": [
         {"time": HUGE, "event": "start"},
@@ -429,3 +441,47 @@ def test_a_config_file_of_any_size_is_read_quickly(run: Run, monkeypatch: pytest
     run.config_file.write_text("".join(f"k{j}: [1, 2, {{a: b}}]\n" for j in range(40_000)))
     comparing.settings_of(run, None)
     assert sum(given) <= 1 << 16
+
+
+def test_a_long_config_file_is_cut_between_settings_and_says_so(run: Run) -> None:
+    text = "x" * 90
+    run.config_file.write_text("".join(f"key{j}:\n  list:\n  - 7\n  text: {text}\n" for j in range(1000)))
+    found = comparing.settings_of(run, None)
+    cut = found.pop("config.yaml")
+    assert cut == f"too long: only its first {len(found)} settings are compared"
+    assert 500 < len(found) < 2000 and all(value in ([7], text) for value in found.values())
+    assert len([name for name in found if name.endswith(".text")]) == len(found) / 2
+    other = Run.create(run.path.parent, name="digits")
+    other.config_file.write_bytes(run.config_file.read_bytes())
+    assert all("config.yaml" in each.settings for each in compare([run, other])), "also if they agree"
+    assert "config.yaml" not in comparing.settings_of(Run.create(run.path.parent, config={"lr": 1}), None)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        (
+            [{"commit": "3f2a91c04bff"}, {"commit": "3f2a91c04bff", "untracked": ["a", "b"]}],
+            "the same commit and uncommitted changes\nuntracked files of {other} are not compared: a, b",
+        ),
+        ([{"commit": "3f2a91c04bff"}] * 2, "the same commit and uncommitted changes"),
+        (
+            [{"commit": "3f2a91c04bff"}, {"commit": None, "note": "not a git repository"}],
+            "the code of {other} was not recorded: not a git repository",
+        ),
+        ([{"commit": None}] * 2, "the code of {one} was not recorded\nthe code of {other} was not recorded"),
+    ],
+)
+def test_code_that_was_not_recorded_is_not_called_the_same(
+    run: Run, codes: list[dict[str, Any]], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Run.create(run.path.parent, name="digits")
+    for each, code in zip((run, other), codes, strict=True):
+        write_info(each.path, each.info() | {"code": code})
+        each.diff_file.unlink(missing_ok=True)
+    places = [str(run.path), str(other.path)]
+    assert main(["compare", *places, "--code"]) == 0
+    assert capsys.readouterr().out == expected.format(one=run.id, other=other.id) + "\n"
+    assert main(["compare", *places, "--code", "--json"]) == 0
+    same = True if expected == "the same commit and uncommitted changes" else None
+    assert json.loads(capsys.readouterr().out)["same"] is same

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from synthetic_run import events, make_run, node_sample, row, write_rows
 
+from headway.cli import main
+from headway.launcher import sweep
 from headway.run import Run
 from headway.schedulers.base import JobStatus, Queue
 from headway.watch.comparison import compare
@@ -170,6 +172,37 @@ def test_what_a_restart_abandons_is_neither_shown_nor_compared(tmp_path: Path) -
     (one,) = compare([run], metrics=["val/loss", "train/loss"])
     assert (one.metrics["val/loss"].last, one.metrics["val/loss"].best) == (0.9, 0.9)
     assert one.metrics["train/loss"].last == shown["train/loss"].last
+
+
+def test_values_that_were_not_numbers_count_only_where_a_restart_has_not_repeated_them(
+    tmp_path: Path,
+) -> None:
+    """Finite up to the checkpoint, and then not: the restart repeats no step with a finite value."""
+    run = make_run(tmp_path, log_points=1)
+    rows = [row(10 * n, 0, time.time() - 20 + n) for n in range(1, 11)]
+    for number, each in enumerate(rows, start=1):
+        each["metrics"] |= {"train/loss": "nan" if number in (3, 9, 10) else 0.5, "train/late": "nan"}
+    write_rows(run.metrics_file(0), rows)
+    view = RunView(run)
+    assert view.refresh().curves["train/loss"].non_finite == 3
+    append(run.metrics_file(0), row(90, 0, time.time()) | {"metrics": {"train/loss": 0.4}})
+    shown = view.refresh().curves
+    assert (shown["train/loss"].non_finite, shown["train/loss"].last) == (1, 0.4), "that at step 30 stays"
+    assert (shown["train/late"].non_finite, shown["train/late"].steps) == (8, [])
+
+
+def test_of_countless_values_that_are_not_numbers_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "CAPACITY", 8)
+    series = Series()
+    for step in range(100):
+        series.add(step, 0.0, math.nan)
+    assert (series.non_finite, len(series.bad_steps)) == (100, 8)
+    series.cut(5)
+    assert (
+        series.non_finite == len(series.bad_steps) == 5
+        and series.last is not None
+        and math.isnan(series.last)
+    )
 
 
 def test_the_pace_is_that_of_one_attempt(tmp_path: Path) -> None:
@@ -532,3 +565,23 @@ def test_a_plan_is_compared_in_one_place(tmp_path: Path) -> None:
         json.dumps({"answers": {"time.step": step | {"value": 0}, "memory.allocated": 3}})
     )
     assert RunView(run).refresh().plan == []
+
+
+def test_the_runs_of_a_sweep_are_compared_with_their_plans_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, empty = make_run(tmp_path, log_points=20), Run.create(tmp_path, name="synthetic")
+    sweep.join([slow, empty], sweep.grid(["lr=1,2"]))
+    plan = {"answers": {"time.step": {"value": 0.01, "low": 0.005, "high": 0.02}}}
+    for run in (slow, empty):
+        run.plan_file.write_text(json.dumps(plan))
+    assert main(["plan", "check", slow.id, "--root", str(tmp_path)]) == 1
+    compared, missing = capsys.readouterr().out.splitlines()
+    assert compared.startswith(f"{slow.id}: step: ") and compared.endswith(": differs")
+    assert missing.startswith(
+        f"{empty.id}: {empty.path} cannot be compared with its plan: the run has not measured step"
+    )
+    assert main(["plan", "check", slow.id, "--root", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["run"], "problem" in each) for each in found] == [(slow.id, False), (empty.id, True)]
+    assert main(["plan", "check", empty.id, "--root", str(tmp_path)]) == 2
