@@ -377,7 +377,7 @@ def test_a_module_may_print_bytes_that_are_not_text(
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nprintf 'caf\\351\\n' >&2\nexit 7\n")
     python.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr(request, "module_command", lambda *_: [str(python)])
     (found,) = cache._trace([TraceSettings(factory="train:make")], 60)
     assert "ended with exit code 7: caf" in found["error"]
 
