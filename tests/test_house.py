@@ -124,6 +124,18 @@ def test_few_places_reach_into_a_stage_or_a_pipeline() -> None:
     assert len(reached) <= 16, "\n".join(reached)
 
 
+# --- processes
+
+
+def test_modules_start_by_one_function() -> None:
+    """By `-m` alone, a process would import from the current directory, where other users may have put a module."""
+    started = re.compile(r'"-m", (?:"headway[\w.]*"|__name__)')
+    found = {name_of(path): started.findall(path.read_text()) for path in MODULES}
+    # the ranks of this one run in a directory of their own
+    expected = {"doctor/probes.py": ['"-m", "headway.doctor.canary"']}
+    assert {name: starts for name, starts in found.items() if starts} == expected
+
+
 # --- nothing grows out of a reader's sight
 
 

@@ -136,7 +136,9 @@ class Job:
         elif is_unanswered(submitted):
             raise UsageError(f"the number of the job of {self.id} is not known: look for it in the queue")
         else:
-            alive = ProcessIdentity.from_dict(submitted).is_alive()  # first: it may end, which the status then says
+            alive = ProcessIdentity.from_dict(
+                submitted
+            ).is_alive()  # first: it may end, which the status then says
             if self.status().over:
                 return
             if alive is None:

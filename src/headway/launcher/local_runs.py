@@ -25,7 +25,7 @@ from headway.system.redact import REDACTED
 def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
     """Runs a script once for each setting, each in its own run directory and all from one copy of the code.
 
-    Returns the exit code of the first run that failed. Ctrl-C, another signal, or the end of the job's time ends the sweep.
+    Returns the exit code of the first run that failed. Ctrl-C, another signal, or the end of the job's time ends it.
 
     >>> run_sweep(Script(name="train.py"), ["lr=1e-3,3e-4"], nproc=2)  # doctest: +SKIP
     0

@@ -357,8 +357,8 @@ class Slurm(ClusterTarget):
                 )
             if name in ("cluster", "clusters"):
                 raise UsageError(
-                    f"extra: --{name}: a job is looked up by its number, and another cluster has its own numbers; submit "
-                    "from a login node of that cluster"
+                    f"extra: --{name}: a job is looked up by its number, and another cluster has its own numbers; "
+                    "submit from a login node of that cluster"
                 )
             if name in _RESERVED_OPTIONS:
                 raise UsageError(f"extra: --{name} is set by headway; leave it out")

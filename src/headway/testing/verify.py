@@ -8,9 +8,7 @@ ranks, the samples of every step.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,7 @@ from typing import Any, final
 from headway.checkpoint.format.directory import CheckpointDirectory, list_steps, step_dir
 from headway.checkpoint.format.manifest import read_index, read_manifest
 from headway.errors import HeadwayError, UsageError, unknown_name
+from headway.interpreter import module_command, module_environment
 from headway.launcher.agent.agent import check_nproc
 from headway.record import ledger
 from headway.record.ledger import LedgerContents, LedgerRow
@@ -380,13 +379,15 @@ class _Trial:
         return Run.create(self.directory, name="verify", world={})
 
     def _start(self, run: Run, nproc: int, *, kill_at: int | None = None, every: str | None = None) -> None:
-        environ = {name: value for name, value in os.environ.items() if name != environment.FAILPOINT}
+        environ = {
+            name: value for name, value in module_environment().items() if name != environment.FAILPOINT
+        }
         environ |= {environment.RUN: str(run.path), environment.LEDGER: "1"}
         # not in the background: whether a save is complete at the moment of the kill must not depend on timing
         environ |= {environment.SAVE_EVERY: every, environment.SAVE_IN_BACKGROUND: "0"} if every else {}
         if kill_at is not None:
             environ |= faults.at("train.step", rank=nproc - 1, nth=kill_at, action="kill9").environ
-        command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), self.script, *self.args]
+        command = module_command("headway", "run", "--nproc", str(nproc), self.script, *self.args)
         limit_s = self.timeout
         # it is killed before an uninterrupted start would end
         if kill_at is not None and self._took_s is not None:
