@@ -17,6 +17,7 @@ from torch import Tensor
 import headway as hw
 from headway.errors import UsageError
 from headway.testing import ranks
+from headway.train.metrics.epoch_metrics import compute_metrics
 from headway.train.metrics.meter import MetricAccumulator
 
 CPU = torch.device("cpu")
@@ -88,6 +89,25 @@ def test_a_rank_without_any_data_takes_part() -> None:
     assert meter.reduce().values == {"loss": 3.0}
     assert meter.finish_epoch() == {"loss": (8 * 1.5 + 3) / 9, "vector": [2.0, 0.0]}
     assert meter.finish_epoch() == {}
+
+
+class RankDependent:
+    def __init__(self, step: float) -> None:
+        self.step = step
+
+    def compute(self) -> Tensor:
+        return torch.tensor([1.0 + self.step * hw.rank(), math.nan])
+
+    def reset(self) -> None: ...
+
+
+@ranks(2)
+def test_metrics_that_ranks_compute_are_equal_or_refused() -> None:
+    """Ranks decide by them when to stop. Rounding on a GPU is no difference; all get rank 0's value."""
+    (value,) = compute_metrics({"val/f1": RankDependent(1e-6)}, {}).values()
+    assert isinstance(value, list) and value[0] == 1.0
+    with pytest.raises(UsageError, match=r"'val/f1' is \[1.0, nan\] on rank 0 and \[2.0, nan\] on rank 1"):
+        compute_metrics({"val/f1": RankDependent(1.0)}, {})
 
 
 @ranks(3)

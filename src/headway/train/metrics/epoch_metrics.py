@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headway.dist.collective.exchange import gather_rows
+from headway.dist.collective.exchange import RankExchange, gather_rows
 from headway.errors import UsageError
 from headway.train.metrics.meter import LogPoint, Value
 
@@ -77,7 +77,28 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
     for metric in metrics.values():  # after all are computed, since one metric may have two names
         metric.reset()
     check_names(found, logged)
-    return {**logged, **found}
+    return {**logged, **(_check_equal(found) if found else found)}
+
+
+def _check_equal(mine: dict[str, Value]) -> dict[str, Value]:
+    """Returns rank 0's values, on all ranks; raises `UsageError` if those of another rank differ by more than rounding.
+
+    Ranks decide by these values when to stop, and a decision of one rank alone would leave the others in a collective.
+    """
+    every = RankExchange("compare the values of their metrics").all_gather(lambda: mine)
+    for rank, theirs in enumerate(every[1:], start=1):
+        for name, value in every[0].items():
+            if name not in theirs or not _is_close(value, theirs[name]):
+                raise UsageError(
+                    f"metric {name!r} is {value!r:.80} on rank 0 and {theirs.get(name)!r:.80} on rank {rank}: reduce "
+                    "its counts over ranks in compute(), as torchmetrics do, or log a mean with self.log()"
+                )
+    return every[0]
+
+
+def _is_close(first: Value, second: Value) -> bool:
+    one, other = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, equal_nan=True)
 
 
 @contextmanager
