@@ -81,8 +81,7 @@ class DataLoader:
         if batch_size is ...:
             batch_size = 1 if global_batch_size is None else None
         unbatched = batch_size is None and global_batch_size is None
-        self.dataset = dataset
-        self.drop_last = drop_last
+        self.dataset, self.drop_last = dataset, drop_last
         self.batch_size = batch_size
         """samples of each rank; None if `global_batch_size` was given, or if samples are not batched"""
         size = 1 if unbatched else batch_size
@@ -99,8 +98,8 @@ class DataLoader:
             workers=num_workers,
             persistent=persistent_workers,
         )
-        self._loops, self._restored, self._counters, self._pinned = 0, False, Counters(), pin_memory
-        self._closed = 0  # the number of the loop that `close` has ended
+        self._restored, self._counters, self._pinned = False, Counters(), pin_memory
+        self._loops = self._closed = 0  # `_closed` is the number of the loop that `close` has ended
         self._torch_iterator: Callable[[], object] = lambda: None
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(
             **self._cursor.torch_arguments(),
