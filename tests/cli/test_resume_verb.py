@@ -72,6 +72,14 @@ def test_a_failed_run_starts_again_as_it_was_started(tmp_path: Path) -> None:
         ({"world": {"nodes": 2}}, [], "ran on 2 nodes, and headway did not submit it"),
         ({"cwd": "/no/such"}, [], "was started in /no/such, which no longer exists"),
         ({}, ["--nodes", "2"], "use --nproc instead of --nodes"),
+        ({"command": ["python3"]}, [], "was started at a prompt or in a notebook: run it there again, with"),
+        ({"command": ["/opt/bin/python3.12", "-Xdev", "-"]}, [], "HEADWAY_RUN="),
+        (
+            {"command": ["python", "-uW", "ignore", "-m", "ipykernel_launcher", "-f", "x.json"]},
+            [],
+            "in a notebook",
+        ),
+        ({"command": ["python", "/opt/bin/ipython", "-i"]}, [], "at a prompt"),
     ],
 )
 def test_what_cannot_be_started_again(

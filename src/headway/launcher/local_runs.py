@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +22,12 @@ from headway.run.job_record import read_starts, run_recorded
 from headway.system import environment
 from headway.system.log import logger
 from headway.system.redact import REDACTED
+
+_PROMPTS = (
+    *("ipykernel", "ipykernel_launcher", "colab_kernel_launcher"),
+    *("ipython", "ipython3", "IPython", "pydevconsole"),
+)
+"""modules and scripts that read a program from a person"""
 
 
 def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
@@ -91,12 +99,38 @@ def local_program(run: Run, *, nproc: int | None = None) -> Program:
             f"{run.id} ran on {world['nodes']} nodes, and headway did not submit it: start it as before, with "
             f"{environment.RUN}={run.path}"
         )
+    if _is_of_a_prompt(command):
+        raise UsageError(
+            f"{run.id} was started at a prompt or in a notebook: run it there again, with "
+            f"{environment.RUN}={shlex.quote(str(run.path))}"
+        )
     if not Path(info["cwd"]).is_dir():
         raise UsageError(
             f"{run.id} was started in {info['cwd']}, which no longer exists"
             f": start its command by hand, with {environment.RUN}={run.path}"
         )
     return Program(command=command, nproc=nproc, cwd=info["cwd"])
+
+
+def _is_of_a_prompt(command: Sequence[str]) -> bool:
+    """Whether a command line starts a Python that reads its program from a person: a prompt, or that of a notebook.
+
+    >>> _is_of_a_prompt(["python3", "-X", "dev"]), _is_of_a_prompt(["python3", "-um", "mypackage.train"])
+    (True, False)
+    """
+    words = iter(command)
+    if not re.match("python|pypy", Path(next(words, "")).name):
+        return False
+    for word in words:
+        option = re.match("-([a-zA-Z]*?)([cmWX])(.*)", word)
+        if option is None and word.startswith("-") and word != "-":
+            continue
+        value = (option[3] or next(words, "")) if option else word
+        if option is None or option[2] == "m":
+            return word == "-" or Path(value).name.removesuffix(".py") in _PROMPTS
+        if option[2] == "c":
+            return False
+    return True
 
 
 def resume_here(run: Run, program: Program) -> int:
