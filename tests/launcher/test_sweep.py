@@ -164,6 +164,8 @@ def test_a_run_of_a_sweep_on_this_machine_is_resumed(
     (project / "train.py").write_text("raise SystemExit(9)")
     (project / "again").touch()
     runs = resolve([label_of(project)])
+    assert main(["resume", runs[0].name]) == 2
+    assert f"'{runs[0].name}' matches 2 runs in runs; give the path of a run" in capsys.readouterr().err
     for number, run in enumerate(runs, start=1):
         assert main(["resume", str(run.path)]) == 0, capsys.readouterr().err
         said = [(run.path / f"said-{rank}").read_text() for rank in (0, 1)]

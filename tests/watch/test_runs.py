@@ -296,6 +296,10 @@ def test_a_sweep_stands_for_its_runs(
     assert listing.resolve([runs[0].id]) == runs
     assert listing.resolve([runs[2].id, runs[2].id[-4:]]) == [runs[2]]
     assert listing.resolve(["s-"]) == runs
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "find_runs", lambda *_: runs[2:0:-1])
+        with pytest.raises(UsageError, match="'s-' matches 2 runs"):
+            listing.resolve(["s-"])  # a part of an id that only some of them have
     with pytest.raises(UsageError, match="'' matches no run"):
         listing.resolve([""])  # as `headway runs rm "$RUN" --yes` gives it where RUN is not set
     assert listing.resolve([runs[0].id, runs[2].id]) == [runs[0], runs[2]], "beside another it is itself"

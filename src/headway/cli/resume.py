@@ -14,7 +14,7 @@ from headway.launcher.local_runs import local_program, resume_here
 from headway.run import Run
 from headway.run.choice import script_was_cut
 from headway.run.status import Status, check_over
-from headway.watch.runs import resolve, summary_of
+from headway.watch.runs import resolve_one, summary_of
 
 _EXAMPLES = """\
 examples:
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="show what would be started; start nothing")
     options = parser.parse_args(argv)
-    run = Run.open_private(resolve([options.run], options.root)[0].path)
+    run = Run.open_private(resolve_one(options.run, options.root).path)
     _check(run, summary_of(run).status)
     if run.job_file.exists():
         if options.nproc:

@@ -160,6 +160,20 @@ def resolve(places: Sequence[str], root: str | os.PathLike[str] = "runs") -> lis
     return list({run.path: run for runs in chosen for run in runs}.values())
 
 
+def resolve_one(place: str, root: str | os.PathLike[str] = "runs") -> Run:
+    """Finds a run by path, by id, or by the beginning or end of an id; the first run of a sweep is only itself."""
+    return _only(find_runs(place, root), place, root)
+
+
+def _only(found: Sequence[Run], place: str, root: str | os.PathLike[str]) -> Run:
+    if len(found) != 1:
+        raise UsageError(
+            f"{place!r} matches {plural(len(found), 'run') if found else 'no run'} in {root}; give the path of a run, "
+            "or more of its id"
+        )
+    return found[0]
+
+
 def newest_run(root: str | os.PathLike[str] = "runs") -> list[Run]:
     """Returns the newest run under `root`; raises `UsageError` if there is none."""
     if not (runs := runs_under(root)):
@@ -169,15 +183,10 @@ def newest_run(root: str | os.PathLike[str] = "runs") -> list[Run]:
 
 def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
     here = find_runs(place, root)
-    sweeps = {member.sweep for run in here if (member := sweep.member(run))}
-    if len(here) > 1 and len(sweeps) == 1 and all(sweep.member(run) for run in here):
-        here = here[-1:]  # one sweep, named by the common part of its ids
-    if len(here) != 1:
-        raise UsageError(
-            f"{place!r} matches {plural(len(here), 'run') if here else 'no run'} in {root}; give the path of a run, or "
-            "more of its id"
-        )
-    first = here[0]
+    sweeps = {member.sweep if (member := sweep.member(run)) else None for run in here}
+    if len(here) > 1 and len(sweeps) == 1:  # one sweep, named by what its ids begin with, or end with
+        here = [run for run in here if run.id in sweeps] or here
+    first = _only(here, place, root)
     member = sweep.member(first)
     if member is None or member.sweep != first.id:
         return [first]
