@@ -934,8 +934,8 @@ def test_the_rest_of_an_epoch_may_have_fewer_batches_on_some_ranks(tmp_path: Pat
     code, text = launch(tmp_path, 3, "ordered")
     assert code == 0 and "done at step 31" in text, text
     assert (
-        "epoch 1 of stage 'witness' ended at step 11, when rank 0 had no more batches, with 1 batch on rank 1, "
-        "1 batch on rank 2 left" in text
+        "epoch 1 of stage 'witness' ended at step 11, when rank 0 had no more batches, with 1 batch left on "
+        "rank 1, 1 batch left on rank 2: " in text
     ), text
 
 
