@@ -32,27 +32,31 @@ def refusal(complaint: str, request: JobRequest, client: SlurmClient) -> Headway
 
 
 def _partition(request: JobRequest, client: SlurmClient) -> str:
-    wanted = str(request.options.get("partition"))
-    return f"there is no partition {wanted!r}{_instead(wanted, client.run('sinfo', '-ho', '%R').lines)}"
+    wanted = _wanted(request, "partition")
+    what = f"there is no partition {wanted!r}" if wanted else "give --partition"
+    return f"{what}{_instead(wanted, client.run('sinfo', '-ho', '%R').lines)}"
 
 
 def _account(request: JobRequest, client: SlurmClient) -> str:
-    account = request.options.get("account")
+    account = _wanted(request, "account")
     found = client.run("sacctmgr", "-nP", "show", "assoc", f"user={ownership.user_name()}", "format=account")
     which = f"account {account!r}" if account else "your default account"
-    return f"{which} may not be charged for this partition{_instead(account or '', found.lines)}"
+    return f"{which} may not be charged for this partition{_instead(account, found.lines)}"
 
 
 def _qos(request: JobRequest, client: SlurmClient) -> str:
-    wanted = str(request.options.get("qos"))
+    wanted = _wanted(request, "qos")
     found = client.run("sacctmgr", "-nP", "show", "qos", "format=name")
-    return f"there is no qos {wanted!r} for you{_instead(wanted, found.lines)}"
+    what = f"there is no qos {wanted!r} for you" if wanted else "give --qos"
+    return f"{what}{_instead(wanted, found.lines)}"
 
 
 def _time(request: JobRequest, client: SlurmClient) -> str:
     found = client.run("sinfo", "-ho", "%R at most %l", *partition_option(request)).lines
     limits = ", ".join(sorted(set(found)))
-    return f"time={request.options.get('time')!r} is not allowed here; limits: {limits or 'see sinfo'}"
+    wanted = _wanted(request, "time", "SBATCH_TIMELIMIT")
+    what = f"time={wanted!r} is not allowed here" if wanted else "give --time"
+    return f"{what}; limits: {limits or 'see sinfo'}"
 
 
 def _nodes(request: JobRequest, client: SlurmClient) -> str:
@@ -73,7 +77,7 @@ def _nodes(request: JobRequest, client: SlurmClient) -> str:
 
 
 def _feature(request: JobRequest, client: SlurmClient) -> str:
-    wanted = str(request.options.get("constraint"))
+    wanted = _wanted(request, "constraint")
     lines = client.run("sinfo", "-ho", "%f").lines
     found = {name for line in lines for name in line.split(",") if name != "(null)"}
     return f"no node has the features {wanted!r}{_instead(wanted, sorted(found))}"
@@ -113,8 +117,14 @@ _EXPLAINED: tuple[tuple[str, Callable[[JobRequest, SlurmClient], str]], ...] = (
 
 def partition_option(request: JobRequest) -> list[str]:
     """Returns the option by which sinfo shows only the partitions of a job; sbatch reads the variable, too."""
-    partition = request.options.get("partition") or os.environ.get("SBATCH_PARTITION")
+    partition = _wanted(request, "partition")
     return ["-p", partition] if partition else []
+
+
+def _wanted(request: JobRequest, option: str, variable: str = "") -> str:
+    """Returns the value of an option, which sbatch may have read from a variable; empty if there is none."""
+    variable = variable or f"SBATCH_{option.upper()}"
+    return str(request.options.get(option) or os.environ.get(variable) or "")
 
 
 def _instead(wrong: str, there: list[str]) -> str:
