@@ -108,7 +108,9 @@ def test_the_job_file_holds_what_was_meant_for_the_ranks(tmp_path: Path) -> None
     around = program.environment({"PYTHONPATH": "/mine", "A": "other"})
     assert around == {"PYTHONPATH": "/code:/mine", "A": "'\"$"}
     own = replace(program, env={"PYTHONPATH": "/own"})
-    assert own.environment({"PYTHONPATH": "/mine"}) == {"PYTHONPATH": "/code:/own"}, "the copy of the code is first"
+    assert own.environment({"PYTHONPATH": "/mine"}) == {"PYTHONPATH": "/code:/own"}, (
+        "the copy of the code is first"
+    )
     run.job_file.write_text("{")
     with pytest.raises(UsageError, match=r"job\.json cannot be read"):
         JobFile.read(run)
@@ -177,8 +179,11 @@ ANSWERS: list[tuple[tuple[int, str, str] | BaseException, str]] = [
         (124, "", "sbatch did not answer within 120 s"),
         "did not answer within 120 s: SLURM's controller is busy",
     ),
-    ((1, "", f"sbatch: error: {LOST}"), f"{LOST}'; look with squeue whether the job is there"),
-    ((-9, "", ""), "look with squeue"),
+    (
+        (1, "", f"sbatch: error: {LOST}"),
+        f"{LOST}', so the job may be in the queue; if it is not there: headway resume",
+    ),
+    ((-9, "", ""), "so the job may be in the queue"),
     (KeyboardInterrupt(), "KeyboardInterrupt"),
 ]
 

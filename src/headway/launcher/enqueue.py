@@ -233,9 +233,7 @@ def _incomplete(runs: Sequence[Run], ids: JobIds | None, error: BaseException) -
         )
     resume = f"headway resume {shlex.quote(str(runs[0].path))}"
     more = ", and each of the others" if len(runs) > 1 else ""
-    return IncompleteSubmission(
-        f"the job may be in the queue: {why}; {kept}: if it is not there, {resume}{more}"
-    )
+    return IncompleteSubmission(f"{why}, so the job may be in the queue; if it is not there: {resume}{more}")
 
 
 def _record(run: Run, ids: JobIds, *, before: Sequence[str] = ()) -> None:

@@ -87,7 +87,7 @@ def _ended_by_others(run: Run, job: JobFile, environ: Mapping[str, str]) -> bool
     if ended_by is None:
         end = scheduler.end_time(environ)
         ended_by = "time limit" if end is not None and time.time() > end - _CLOCK_S else "cancel"
-        why = f"{scheduler.label} does not report why it ends this job, and its time limit is not reached"
+        why = f"{scheduler.label} does not report why it ends this job, and its time limit has not been reached"
     if ended_by == "requeue":
         logger.info("stopped by a preemption or a requeue; %s starts the job again", scheduler.label)
     elif ended_by == "cancel":
@@ -214,7 +214,7 @@ def _why_too_early(run: Run, job: JobFile, environ: Mapping[str, str]) -> str | 
         return None
     return (
         f"the run was stopped by {END_OF_TIME} {format_duration(took_s)} after its start, of "
-        f"{format_duration(limit_s)}: the clock of {last.get('host')} is wrong (look with: date), or a save takes "
+        f"{format_duration(limit_s)}: the clock of {last.get('host')} is wrong (check with: date), or a save takes "
         f"longer than the job; not queued again; to resume: {scheduler.submit_command(run.job_script)}"
     )
 

@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"^(\d+)(?:;(\S+))?$", re.MULTILINE)
 """the number and the cluster of a job, as --parsable prints them; programs of a site may print lines of their own"""
 _LIMIT = re.compile(r"(\S+) (infinite|(?:\d+-)?\d+(?::\d+){0,2})")
 """a partition and its time limit; a program of a site may print lines of its own"""
-_LOOK = "look with squeue whether the job is there before you try again"
+_LOOK = "check with squeue whether the job is there before you try again"
 _ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
 
 
@@ -169,7 +169,7 @@ class SlurmScheduler(Scheduler):
         answer = self._change("scancel", ids.number)
         if answer.code:
             raise HeadwayError(
-                f"job {ids.number} could not be cancelled: {answer.reason}; try: scancel {ids.number}"
+                f"job {ids.number} could not be cancelled: {answer.reason}; see: squeue --jobs {ids.number}"
             )
 
     def is_gone(self, ids: JobIds) -> bool | None:
@@ -213,14 +213,12 @@ class SlurmScheduler(Scheduler):
         answer = self._sbatch(*words, env=request.env)
         lost = _LOST_ANSWER.search(answer.err) and not _NEVER_ASKED.search(answer.reason)
         if answer.code < 0 or (answer.code and lost):
-            raise HeadwayError(f"sbatch ended with {answer.reason!r}; {_LOOK}")
+            raise HeadwayError(f"sbatch ended with {answer.reason!r}")
         if answer.code:
             raise refusal(answer.err, request, self._client)
         found = _NUMBER.findall(answer.out)
         if not found:
-            raise HeadwayError(
-                f"sbatch did not print the number of the job, but {answer.out!r:.200}; {_LOOK}"
-            )
+            raise HeadwayError(f"sbatch did not print the number of the job, but {answer.out!r:.200}")
         job, cluster = found[-1]
         return JobIds(scheduler=self.name, job_id=job, cluster_name=cluster or None)
 
@@ -237,7 +235,8 @@ class SlurmScheduler(Scheduler):
         """Runs a program that changes something; raises if it does not answer in time, as it may have had an effect."""
         answer = self._client.run(*command, stdin=stdin, env=env, timeout_s=_TIMEOUT_S)
         if answer.timed_out:
-            raise HeadwayError(f"{answer.err}: SLURM's controller is busy or down; {_LOOK}")
+            advice = "" if command[0] == "sbatch" else f"; {_LOOK}"  # who submits has its own
+            raise HeadwayError(f"{answer.err}: SLURM's controller is busy or down{advice}")
         return answer
 
     def _time_limit(self, request: JobRequest) -> str | None:
