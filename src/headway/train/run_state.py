@@ -103,6 +103,12 @@ class RunState:
         own = type(stage).post_stage is not Stage.post_stage or "post_stage" in vars(stage)
         return own or any(defines_hook(each, "post_stage") for each in self.callbacks)
 
+    def begin_averages(self) -> None:
+        """Begins the averages of weights that no step has updated yet, with the weights as they are now."""
+        for model in self.pipe.registered_models.values():
+            if model.ema is not None:
+                model.ema.begin()
+
     def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """Calls a hook of the subject, then of the callbacks, without the hang check: a hook may take any time."""
         with dist.no_hang_check(), logging_once(hook, subject):
@@ -169,6 +175,8 @@ class RunState:
         state.begin_epoch()
         self.run_hook("pre_epoch", state.stage)
         state.after_pre_epoch()
+        if not state.steps_done:
+            self.begin_averages()  # hooks may have set the weights
         if self.checkpointer:  # the random numbers that the hook drew in this attempt do not count
             self.checkpointer.rank_state.restore_rng()
         dist.set_phase(state.name, self.steps_done)

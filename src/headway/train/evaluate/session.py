@@ -152,6 +152,8 @@ def _opened(path: Path) -> Run:
 def _load(state: RunState, run: Run, weights: EvalWeights) -> EvalSession:
     """Loads the weights into all registered models."""
     pipe = state.pipe
+    if not state.steps_done:
+        state.begin_averages()  # the script may have loaded the weights after registration
     if weights == "current":
         identity: dict[str, Any] = {"source": "current", "unlike_others": secrets.token_hex(8)}
         averaged = [model.name for model in pipe.registered_models.values() if model.ema is not None]
@@ -201,11 +203,11 @@ def _load_model(model: RegisteredModel, weights: Weights) -> bool:
     model.load_state_dict(tensors)
     if model.ema is None:
         return averaged
+    values = tensors
     if averaged:
-        averages = {**tensors, **(model.average_state_dict() or {})}
-        load_weights(replace(weights, ema=True), averages, model=model.name, ties=model.ties)
-    else:
-        model.ema.load_state_dict(tensors)
+        values = {**tensors, **(model.average_state_dict() or {})}
+        load_weights(replace(weights, ema=True), values, model=model.name, ties=model.ties)
+    model.ema.load_state_dict(values)
     return averaged
 
 

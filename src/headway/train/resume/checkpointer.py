@@ -154,6 +154,7 @@ class Checkpointer:
             note_script(choice.run)
 
     def _load(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
+        self.run.begin_averages()  # not all of an average is loaded, or nothing is
         try:
             loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
             if loaded is None and choice.parent is not None:
