@@ -30,9 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from headway import dist
 from headway.checkpoint import WeightsReport
 from headway.dist import World
 from headway.errors import UsageError
+from headway.system.log import logger
+from headway.system.text import shorten_list
 from headway.train.model.ema import Ema
 from headway.train.model.initial_weights import (
     InitialWeights,
@@ -130,6 +133,7 @@ class RegisteredModel:
         self.initial = initial
         """what `init_from` has matched"""
         self._keeps_mode = False  # whether it is frozen, so that training leaves its mode alone
+        self._begun_frozen = set[int]()  # the parameters that were frozen when training began, by id
         self._averaged = averaged  # the parameters whose gradients DDP averages, by id; None without DDP
         named = bare.named_parameters(remove_duplicate=False) if is_adapted(bare) else ()
         self._frozen = {key for key, p in named if not p.requires_grad}  # what checkpoints leave out
@@ -139,13 +143,18 @@ class RegisteredModel:
     def begin_training(self, optimizers: Iterable[Optimizer]) -> None:
         """Sets the model to training mode, unless it is frozen, such as a teacher, which keeps its mode."""
         self._check_averaged()
+        self._begun_frozen = {id(p) for p in self.bare.parameters() if not p.requires_grad}
         self._keeps_mode = not self._is_trained(optimizers)
         if not self._keeps_mode:
             self.bare.train()
 
     def train_if_unfrozen(self, optimizers: Iterable[Optimizer]) -> None:
-        """Sets the model to training mode if it was frozen when training began and a hook has unfrozen it since."""
+        """Sets the model to training mode if it was frozen when training began and a hook has unfrozen it since.
+
+        Warns about parameters that a hook has unfrozen and that no optimizer steps.
+        """
         self._check_averaged()
+        self._warn_of_left_out(optimizers)
         if self._keeps_mode and self._is_trained(optimizers):
             self._keeps_mode = False
             if not any(part.training for part in self.bare.modules()):  # else the hook has chosen the modes
@@ -153,8 +162,19 @@ class RegisteredModel:
 
     def _is_trained(self, optimizers: Iterable[Optimizer]) -> bool:
         """Whether the model has trainable parameters, or an optimizer has its parameters, to train when unfrozen."""
-        stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        stepped = _stepped(optimizers)
         return any(p.requires_grad or id(p) in stepped for p in self.bare.parameters())
+
+    def _warn_of_left_out(self, optimizers: Iterable[Optimizer]) -> None:
+        named = self.bare.named_parameters()
+        thawed = {name: p for name, p in named if p.requires_grad and id(p) in self._begun_frozen}
+        stepped = _stepped(optimizers) if thawed else set()
+        self._begun_frozen -= {id(p) for p in thawed.values()}  # warns once
+        if (left := [name for name, p in thawed.items() if id(p) not in stepped]) and dist.is_root():
+            logger.warning(
+                f"model {self.name!r}: a hook has unfrozen parameters that no optimizer steps ({shorten_list(left)}): "
+                "freeze them after register_optimizer, or add them with add_param_group()"
+            )
 
     def _check_averaged(self) -> None:
         """Raises `UsageError` for a parameter that was frozen at registration: DDP does not average its gradient."""
@@ -249,6 +269,11 @@ class RegisteredModel:
         kind = next((word for kind, word in how.items() if isinstance(self.wrapped, kind)), plain)
         average = f", ema {self.ema.decay:g}" if self.ema else ""
         return f"model {self.name}: {total:,} parameters{some}, {kind}{average}"
+
+
+def _stepped(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Returns the ids of the parameters that the optimizers step."""
+    return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
 
 
 @torch.no_grad()
