@@ -82,6 +82,13 @@ def assert_equal(one: Any, two: Any) -> None:
         assert (type(one), one) == (type(two), two)
 
 
+def test_what_is_there_for_people_fails_no_save(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    path = checkpoint.save(tmp_path, STATE, step=7)
+    assert checkpoint.verify(path) == [] and checkpoint.load_latest(tmp_path).path == path  # type: ignore[union-attr]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", path.name]
+
+
 def test_every_kind_of_value_returns_to_the_bit(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, STATE, step=7, local={"rng": "00ff"}, metrics={"val/loss": 0.25})
     assert checkpoint.verify(path) == []

@@ -226,8 +226,13 @@ def launch(run: Run, launcher: Sequence[str], *arguments: str) -> subprocess.Com
 
 
 OWN_LOOP = """
-import sys, time
+import atexit, os, pathlib, signal, sys, time
 import headway as hw
+def end_late():
+    late.unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+if (late := pathlib.Path(sys.argv[2])).exists() and os.environ["RANK"] == "1":
+    atexit.register(end_late)  # called after that of hw.init
 world = hw.init(device="cpu")
 run = hw.dist.open_run(sys.argv[1], name="own", resume="auto")
 with hw.record.recording(run, world) as attempt:
@@ -243,12 +248,14 @@ if attempt.attempt == 2:
 
 
 def test_an_attempt_is_done_when_all_ranks_and_resumed_until_the_script_has_ended(tmp_path: Path) -> None:
-    """The same command, three times: a rank fails while rank 0 is done; the script fails afterwards; all is well."""
+    """The same command: a rank fails while rank 0 is done; the script fails; a rank is killed at its exit; all is well."""
     script = tmp_path / "own.py"
     script.write_text(OWN_LOOP)
     ends = []
-    for _ in range(3):
-        command = [sys.executable, "-m", *AGENT, str(script), str(tmp_path / "runs")]
+    for start in range(4):
+        if start == 2:
+            (tmp_path / "late").touch()
+        command = [sys.executable, "-m", *AGENT, str(script), str(tmp_path / "runs"), str(tmp_path / "late")]
         ended = warm.run(command, capture_output=True, text=True, timeout=100)
         (run,) = runs_under(tmp_path / "runs")
         last = run.info()["attempts"][-1]
@@ -256,7 +263,12 @@ def test_an_attempt_is_done_when_all_ranks_and_resumed_until_the_script_has_ende
         ends.append((ended.returncode, last["status"], last.get("script_ended"), shown))
         if len(ends) == 1:
             assert last["why"] == "rank 1: RuntimeError: one batch more than rank 0 has", ended.stderr
-    assert ends == [(1, "failed", None, "failed"), (1, "done", False, "failed"), (0, "done", True, "done")]
+    assert ends == [
+        (1, "failed", None, "failed"),
+        (1, "done", False, "failed"),
+        (1, "done", False, "done"),  # it had nothing left to do, but its exit code says otherwise
+        (0, "done", True, "done"),
+    ]
 
 
 def every_file(run: Run) -> str:

@@ -26,7 +26,7 @@ from waiting import wait_until
 
 from headway.dist import World
 from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_SIGNALS
-from headway.errors import MissingExtra, Stopped, UsageError
+from headway.errors import MissingExtra, Stopped, StorageError, UsageError
 from headway.record.media import read_media
 from headway.record.media.content import take_histogram, take_image, take_text
 from headway.record.media.writer import MediaSettings, MediaWriter
@@ -493,6 +493,22 @@ with feeding(run, [Mlflow(tracking_uri={store!r})]):
     found = mlflow_run(store, run)[1]
     assert found.info.status == "FAILED"
     assert found.data.metrics == {"loss": 0.5}
+
+
+def test_a_sink_that_is_killed_is_named_with_the_remedy(run: Run, messages: list[str]) -> None:
+    with feeding(run, [Csv()], finish_s=60):
+        (sink,) = [each for each in psutil.Process().children() if "headway.record.sinks" in each.cmdline()]
+        sink.kill()
+    (message,) = messages
+    assert message.startswith(
+        "Csv was killed by SIGKILL; to send the rest: headway runs sync; all metrics are in"
+    )
+
+
+def test_a_log_of_a_sink_that_cannot_be_opened_is_trouble_with_the_storage(run: Run) -> None:
+    run.sink_log("csv", 0).mkdir(parents=True)
+    with pytest.raises(StorageError, match="Is a directory"), feeding(run, [Csv()]):
+        pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

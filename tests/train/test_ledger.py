@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from headway.cli import main
 from headway.errors import UsageError
 from headway.record import ledger
 from headway.run import Run
+from headway.system import jsonlines
 from headway.watch.samples import samples_of
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -144,6 +146,29 @@ def test_a_disk_that_is_full_costs_rows_and_not_the_run(
     monkeypatch.setattr(Run, "ledger_file", property(lambda _: Path("/dev/full")))
     fit(Watched(), hw.data.DataLoader(DATA, batch_size=4))
     assert capfd.readouterr().err.count("rows of the ledger are being lost") == 1
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_the_rows_of_that_moment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later steps refer to the order, whose row was to be written then."""
+    write, calls = jsonlines.AppendOnlyFile.append, itertools.count()
+
+    def append(file: jsonlines.AppendOnlyFile, lines: bytes) -> tuple[int, str]:
+        if file.path.name == "ledger.jsonl" and next(calls) == 0:
+            return lines.count(b"\n"), "no space left"
+        return write(file, lines)
+
+    monkeypatch.setattr(jsonlines.AppendOnlyFile, "append", append)
+    loader = hw.data.DataLoader(DATA, batch_size=4, shuffle=True)
+    run = fit(stage := Watched(log_every=2), loader, epochs=1)
+    assert [row.step for row in ledger.read(run)] == list(range(3, len(stage.seen) + 1))
+    assert sorted(map(int, samples_of(run, 4).samples)) == sorted(stage.seen[3])
+    file = run.ledger_file
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if '"order"' not in line))
+    capsys.readouterr()
+    assert main(["runs", "samples", str(run.path), "--step", "4"]) == 2
+    assert "of which step 4 used samples: a full disk has lost its row" in capsys.readouterr().err
 
 
 # --- a loop without a pipeline

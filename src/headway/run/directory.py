@@ -303,7 +303,7 @@ class Run(RunPaths):
             write_info(self.path, info)
 
     def end_killed_attempt(self, pid: int, exit_code: int, *, why: str = "", step: int | None = None) -> None:
-        """Records how the last attempt ended, if process `pid` of this host began it and its end is not recorded.
+        """Records how the last attempt ended, if process `pid` of this host began it and recorded no failure.
 
         For the parent of rank 0, which has its exit code and may be the only process left to record it.
         """
@@ -314,6 +314,9 @@ class Run(RunPaths):
         if exit_code and begun_by == ("running", socket.gethostname(), pid):
             status = state_of(exit_code)
             self.end_attempt(len(attempts), status=status, exit_code=exit_code, why=why, step=step)
+        elif exit_code and last.get("script_ended") and begun_by == ("done", socket.gethostname(), pid):
+            # a process failed after all ranks had left, while it exited
+            self.note_attempt(len(attempts), script_ended=False)
 
     def was_replaced(self) -> bool:
         """Returns whether the scheduler has started this process's job again, and the newer start has the run."""

@@ -109,8 +109,8 @@ class JsonLinesWriter:
         """Appends one row."""
         self.write_all((row,))
 
-    def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends rows in one system call."""
+    def write_all(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Appends rows in one system call; returns how many of them were lost."""
         lines = "".join(to_line(row, self._encode) for row in rows).encode()
         try:
             self._before_write()
@@ -122,6 +122,7 @@ class JsonLinesWriter:
         if lost and not self.lost:
             logger.warning("%s are being lost: %s: %s", self._content, self._file.path, self.error)
         self.lost += lost
+        return lost
 
     def close(self) -> None:
         """Closes the file. Calling it again does nothing."""

@@ -43,6 +43,11 @@ def samples_of(run: Run, step: int) -> StepSamples:
             f"step {step} of {run.id} used a data loader that does not record its samples; use "
             "hw.data.DataLoader or hw.data.ShardLoader"
         )
+    if missing := {order for order, *_ in row.batches} - found.orders.keys():
+        raise UsageError(
+            f"the ledger of {run.id} lacks order {min(missing)}, of which step {step} used samples: a full disk has "
+            "lost its row, or the file is damaged"
+        )
     samples = [
         name
         for order, start, stop in row.batches

@@ -118,7 +118,8 @@ def commit(target: SaveTarget, documents: Mapping[str, bytes], manifest: Manifes
             _check_new(target)
             _give_name(target)
             failpoint("checkpoint.after_rename")
-            latest.rename(parent / "latest")
+            with suppress(IsADirectoryError):  # it is for people, and somebody has given a directory its name
+                latest.rename(parent / "latest")
             failpoint("checkpoint.after_latest")
             files.sync_dir(parent)
             if target.replaces:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -90,7 +91,8 @@ class Feeder:
         if rank == 0:
             write_description(run, sink)
         self._sink, self._log = sink, run.sink_log(sink.name, rank)
-        log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with files.storage(f"open {self._log}"):
+            log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             # other threads may start processes at the same time; signals are for the training process
             with block_forks(), block_signals():
@@ -126,7 +128,9 @@ class Feeder:
             if self._process.stdin is not None:
                 with suppress(BrokenPipeError):
                     self._process.stdin.close()
-        if code:
+        if code < 0:
+            self._warn(f"was killed by {signal.Signals(-code).name}; to send the rest: headway runs sync")
+        elif code:
             self._warn(f"failed: {redact(_last_line(self._log))[:300]}")
         return code == 0
 

@@ -126,8 +126,11 @@ class LedgerWriter:
         table = gather_rows(torch.tensor(mine, dtype=torch.float64).flatten()).reshape(-1, len(steps), 4)
         if self._rows is not None:
             rows = [self._row(stage, step, table[:, number]) for number, step in enumerate(steps)]
-            self._rows.write_all([*self._new_orders, *({"kind": "step"} | asdict(row) for row in rows)])
-            self._new_orders = []
+            lines = [*self._new_orders, *({"kind": "step"} | asdict(row) for row in rows)]
+            if not self._rows.write_all(
+                lines
+            ):  # else the next rows, which need these orders, bring them again
+                self._new_orders = []
 
     def _row(self, stage: str, noted: _StepEntry, ranks: Tensor) -> LedgerRow:
         total, weight = (sum(column) for column in (ranks[:, 0].tolist(), ranks[:, 1].tolist()))
