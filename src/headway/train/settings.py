@@ -109,8 +109,8 @@ class TrainSettings:
     log_every: int = LOG_EVERY
     """steps between log points, where ranks exchange metrics and requests to stop"""
     on_nan: Literal["stop", "skip"] = "stop"
-    """"stop": a non-finite loss stops the run at the next log point; "skip": each step with non-finite gradients is
-    skipped, which makes the host wait for the device in every step"""
+    """"stop": a non-finite loss stops the run at the next log point; "skip": each step with a non-finite loss or
+    gradient is skipped, which makes the host wait for the device in every step"""
     max_skips: int = 10
     """steps in a row that may be skipped before the run stops"""
     early_stop: str | None = None

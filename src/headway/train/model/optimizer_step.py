@@ -49,14 +49,18 @@ class OptimizerStep:
             None  # of this rank's batches so far, if gradients are divided at the end
         )
         self._unit: Tensor | None = None  # of weights, see `_choose_unit`
+        self._equal_gradients = True  # whether all ranks have the same gradients, or parts of the same
         self._undecided: tuple[Sequence[Optimizer], HostReadback] | None = (
             None  # whether the last step overflowed
         )
 
     def begin_epoch(self) -> None:
-        """Prepares, once per epoch, what does not depend on the step."""
+        """Prepares, once per epoch and after its hooks, what does not depend on the step."""
         self.weighs, self._updates = None, self._fixed_updates()
         self._ordered.clear()
+        models = self._state.pipe.registered_models.values()
+        trained = [model for model in models if any(p.requires_grad for p in model.bare.parameters())]
+        self._equal_gradients = all(model.synced for model in trained)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the steps skipped in a row, and the unit of weights in fp16, on which overflows depend."""
@@ -217,7 +221,10 @@ class OptimizerStep:
                 follow()
             return
         overflows = torch.stack([precision.overflow(optimizer) for optimizer in optimizers])
-        self._state.log_own("skipped_steps", overflows.amax(), reduce="sum")
+        skipped = overflows.amax()
+        if not self._equal_gradients and self._state.pipe.world.world_size > 1:
+            c10d.all_reduce(skipped, op=c10d.ReduceOp.MAX)
+        self._log_skipped(skipped)
         if followers:
             self._undecided = optimizers, HostReadback(overflows)
             if not any(map(precision.runs_ahead, optimizers)):
@@ -244,6 +251,11 @@ class OptimizerStep:
         else:
             self._state.log_own("grad_norm", norm, weight=norm.isfinite())
 
+    def _log_skipped(self, skipped: Tensor | int) -> None:
+        """Counts a skipped step once, not once per rank."""
+        counts = float(self._state.pipe.world.is_root)
+        self._state.log_own("skipped_steps", skipped, weight=counts, reduce="sum")
+
     def _fixed_updates(self) -> list[Callable[[], object]] | None:
         """Returns the calls that a step makes to apply its gradients; None if some of them depend on the step.
 
@@ -259,21 +271,29 @@ class OptimizerStep:
         return [*steps, *followers_of(self._state.run, optimizers), *clears]
 
     def _is_finite(self, norm: Tensor) -> bool:
-        """Whether the norm is finite on all ranks (for `on_nan="skip"`); raises after too many skips in a row."""
-        bad = (~norm.isfinite()).float()
-        models = self._state.pipe.registered_models.values()
-        if self._state.pipe.world.world_size > 1 and not all(model.synced for model in models):
+        """Whether losses and norm are finite on all ranks (for `on_nan="skip"`); raises after too many skips in a row.
+
+        A loss may be non-finite although its gradients are finite, and on one rank only: a mean over no token is NaN
+        with gradients of 0.
+        """
+        step, device = self._state.run.steps_done + 1, self._state.device
+        losses = [
+            loss
+            for number, loss, samples, weight in self._state.recent_losses
+            if number == step and (samples or weight is not None)  # not those of repeated batches
+        ]
+        bad = torch.stack([~each.to(device).isfinite() for each in (norm, *losses)]).any().float()
+        if self._state.pipe.world.world_size > 1:
             c10d.all_reduce(bad, op=c10d.ReduceOp.MAX)
         if not bad.item():
             self.skipped_in_a_row = 0
             return True
         self.skipped_in_a_row += 1
-        self._state.log_own("skipped_steps", 1, reduce="sum")
+        self._log_skipped(1)
         if self.skipped_in_a_row > self._state.settings.max_skips:
             raise HeadwayError(
-                f"stage {self._state.name!r}: the gradients of {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self._state.run.steps_done + 1}, are non-finite: lower the learning rate, set gradient_clip, or "
-                "check the data"
+                f"stage {self._state.name!r}: the losses or gradients of {self.skipped_in_a_row} steps in a row, up to "
+                f"step {step}, are non-finite: lower the learning rate, set gradient_clip, or check the data"
             )
         return False
 

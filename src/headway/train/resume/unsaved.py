@@ -1,5 +1,6 @@
 """State that training changes and no checkpoint has: modules that are not registered, buffers that are not persistent,
-generators that a dataset owns, and gradients that are accumulated in a user's loop."""
+generators that a dataset owns, and gradients that are accumulated in a user's loop. And buffers that checkpoints have,
+but with NaN."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from headway.data import DataLoader
@@ -35,13 +37,13 @@ class UnsavedState:
         self._run, self._pipe = run, run.pipe
         self._before: dict[str, Tensor] = {}
         self._updates: dict[str, tuple[int, object]] = {}  # by optimizer: in which step, with which gradients
-        self._gradients_named = False
+        self._gradients_named = self._nan_named = False
 
     def begin(self) -> None:
         """Copies buffers before training, to compare them later; warns about generators."""
         self._before = {
             name: buffer.detach().clone()
-            for name, buffer in self._buffers().items()
+            for name, buffer in self._buffers(persistent=False).items()
             if buffer.numel() <= _MOST_ELEMENTS
         }
         if any(stage.loop_is_users for stage in self._run.stage_states):
@@ -56,11 +58,12 @@ class UnsavedState:
                 )
 
     def check(self) -> None:
-        """Warns about buffers that have changed and gradients not yet applied; call it when a checkpoint is written."""
+        """Warns about such buffers and gradients not yet applied; call it when a checkpoint is written."""
         self._check_gradients()
+        self._check_finite()
         if not self._before:
             return
-        now = self._buffers()
+        now = self._buffers(persistent=False)
         changed = [
             name for name, old in self._before.items() if name in now and not torch.equal(now[name], old)
         ]
@@ -70,6 +73,26 @@ class UnsavedState:
                 f"training changes buffers that are not persistent, so checkpoints do not have them "
                 f"({shorten_list(changed)}): register them with persistent=True, or a resumed run begins with their "
                 "initial values"
+            )
+
+    def _check_finite(self) -> None:
+        """Warns about NaN in a buffer, such as the statistics of batch norm; infinity may be part of a mask."""
+        if self._nan_named or not self._pipe.world.is_root:  # which saves buffers
+            return
+        local = {
+            name: part
+            for name, buffer in self._buffers(persistent=True).items()
+            if buffer.is_floating_point() and buffer.element_size() > 1
+            if (part := buffer.to_local() if isinstance(buffer, DTensor) else buffer).numel()
+        }
+        largest = torch._foreach_norm(list(local.values()), float("inf")) if local else ()
+        bad = [norm.to(self._pipe.device, torch.float32).isnan() for norm in largest]
+        flags = torch.stack(bad).tolist() if bad else []
+        if found := [name for name, is_bad in zip(local, flags, strict=True) if is_bad]:
+            self._nan_named = True
+            self._warn(
+                f"buffers contain NaN after step {self._run.steps_done:,} and are saved so ({shorten_list(found)}): if "
+                "they should be finite, check the data and resume from an earlier checkpoint"
             )
 
     def _note_update(self, name: str, optimizer: Optimizer, *_: object) -> None:
@@ -91,13 +114,14 @@ class UnsavedState:
                 )
                 return
 
-    def _buffers(self) -> dict[str, Tensor]:
+    def _buffers(self, *, persistent: bool) -> dict[str, Tensor]:
         return {
             f"{name}.{path}.{key}" if path else f"{name}.{key}": buffer
             for name, model in self._pipe.registered_models.items()
             for path, module in model.bare.named_modules()
-            for key in module._non_persistent_buffers_set
-            if isinstance(buffer := module._buffers.get(key), Tensor) and not buffer.is_meta
+            for key, buffer in module._buffers.items()
+            if (key not in module._non_persistent_buffers_set) is persistent
+            if isinstance(buffer, Tensor) and not buffer.is_meta
         }
 
     def _warn(self, message: str) -> None:
