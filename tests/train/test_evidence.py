@@ -132,6 +132,26 @@ def test_samples_are_named(tmp_path: Path) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize(("size", "log_every", "named"), [(100, 3, True), (100, 4, False), (128, 4, True)])
+def test_samples_are_named_unless_a_later_batch_was_short(
+    size: int, log_every: int, named: bool, tmp_path: Path
+) -> None:
+    """Of four global batches of 32, the second one has the bad sample; the last one may be short."""
+    x = torch.rand(size, FEATURES)
+    x[37] = float("nan")
+    data = TensorDataset(x, torch.zeros(size, dtype=torch.long))
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", hw.data.DataLoader(data, batch_size=16, shuffle=False))
+    pipe.append_stage(Classify(log_every=log_every), max_epochs=1)
+    with pytest.raises(HeadwayError) as caught:
+        pipe.run()
+    said = str(caught.value)
+    assert "became non-finite at step 2, on rank 0;" in said
+    assert ("step 2 used the samples 32, 33, 34, 35" in said) is named
+    assert said.count("used the samples") == named
+
+
+@ranks(2)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_all_ranks_look_for_it_together(parallel: str, tmp_path: Path) -> None:
     class Bad(Batches):
@@ -143,7 +163,7 @@ def test_all_ranks_look_for_it_together(parallel: str, tmp_path: Path) -> None:
     pipe.register_dataset("train", Bad(8, rank=hw.rank()))
     pipe.append_stage(Classify(log_every=4), max_epochs=1)
     with pytest.raises(
-        HeadwayError, match=r"became non-finite at step 3, on rank 0, 1; the weights .* are non-finite"
+        HeadwayError, match=r"became non-finite at step 3, on rank 1; the weights .* are non-finite"
     ):
         pipe.run()
 

@@ -768,7 +768,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     pipe = make_pipe(tmp_path)
     pipe.register_dataset("train", Batches(100, rank=hw.rank()))
     pipe.append_stage(Explode(log_every=10), max_epochs=1)
-    with pytest.raises(HeadwayError, match="became non-finite at step 13, on rank 0, 1"):
+    with pytest.raises(HeadwayError, match="became non-finite at step 13, on rank 1;"):
         pipe.run()  # the gradients of step 13 went to both ranks, so both are lost afterwards
     assert pipe.steps_done == 20
 

@@ -303,14 +303,15 @@ class TrainValState(LoopState):
         if ranks := point.not_finite.get(prefix + self.stage.loss_metric_name()):
             bad = (step for step, loss, _, _ in self.recent_losses if not loss.isfinite())
             steps = gather_rows(torch.tensor([next(bad, evidence.UNKNOWN_STEP)], device=self.device))[:, 0]
-            first, rank = int(steps.min()), int(steps.argmin())
-            who = ", ".join(str(rank) for rank in ranks)
-            known = evidence.explain_non_finite_loss(
-                self, first, rank, point.values.get(prefix + "grad_norm")
-            )
+            first = int(steps.min())
+            # the others follow, through gradients
+            began = [rank for rank in ranks if steps[rank] == first] or ranks
+            norm = point.values.get(prefix + "grad_norm")
+            known = evidence.explain_non_finite_loss(self, first, began[0], norm)
             raise HeadwayError(
-                f"the loss of stage {self.name!r} became non-finite at step {first:,}, on rank {who}{known}: "
-                'lower the learning rate, set gradient_clip, check the data of that step, or pass on_nan="skip"'
+                f"the loss of stage {self.name!r} became non-finite at step {first:,}, on rank {shorten_list(began)}"
+                f"{known}: lower the learning rate, set gradient_clip, check the data of that step, "
+                'or pass on_nan="skip"'
             )
         self.recent_losses.clear()
 

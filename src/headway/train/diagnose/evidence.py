@@ -105,11 +105,13 @@ def explain_non_finite_loss(state: TrainValState, first: int, rank: int, norm: A
 
     Call it on all ranks; it returns the same on all.
     """
-    causes = RankExchange("explain a non-finite loss").all_gather(lambda: _replay(state))
-    known = [causes[rank]]
+    exchange = RankExchange("explain a non-finite loss")
+    facts = exchange.all_gather(lambda: (_replay(state), _samples(state, first)))
+    (cause, _), samples = facts[rank], facts[0][1]
+    known = [cause]
     if isinstance(norm, float) and math.isfinite(norm):
         known.append(f"the norm of the gradients was {norm:.3g}")
-    if samples := _samples(state, first):
+    if samples:
         known.append(f"step {first:,} used the samples {samples}")
     return "".join(f"; {fact}" for fact in known if fact)
 
@@ -164,15 +166,31 @@ def _finite(*values: Any) -> bool:
 
 
 def _samples(state: TrainValState, first: int) -> str:
-    """Returns the samples of that step on all ranks; empty if the loader cannot name them."""
+    """Returns the samples of that step on all ranks; empty if the loader cannot name them, or their number is unknown.
+
+    Call it on all ranks and use the result of rank 0, which has the smallest part of a short batch.
+    """
     loader = state.stage.train_dataset()
     if not isinstance(loader, TraceableLoader) or first == UNKNOWN_STEP:
         return ""
     span, order = loader.last_span(), loader.order()
-    if span is None or order is None:
+    if span is None or order is None or not _are_equal(state, first, span[1] - span[0]):
         return ""
     width = (span[1] - span[0]) * state.settings.accumulate
     stop = span[1] - (state.run.steps_done - first) * width
     if stop < width:
         return ""  # the step was in an earlier epoch
     return shorten_list(SampleLookup(order).labels(stop - width, stop))
+
+
+def _are_equal(state: TrainValState, first: int, width: int) -> bool:
+    """Whether all batches from step `first` on have as many samples as the latest, which has `width` on all ranks.
+
+    Only the last batch of an epoch may be shorter than the others, and only the last step may have fewer batches.
+    """
+    latest = state.passes[-1]
+    if not (latest.done or latest.ends_here or latest.total_batches is None):
+        return True
+    counts = [count for step, _, count, _ in state.recent_losses if step >= first]
+    whole = len(counts) == (state.run.steps_done - first + 1) * state.settings.accumulate
+    return whole and len(set(counts)) == 1 and counts[0] * state.pipe.world.world_size <= width
