@@ -185,6 +185,17 @@ def test_a_host_that_runs_ahead_of_the_device_decides_later_and_alike(
                 assert torch.equal(again[part]["net"][name], tensor), (part, name)
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_stage_may_step_its_optimizer_itself(
+    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`step_optimizer` removes the scale; the scheduler and the average still follow once."""
+    hw.init()
+    monkeypatch.setattr(Half, "optimize", lambda stage: stage.step_optimizer("adam"), raising=False)
+    compare(tmp_path, accumulate=1, clip=clip, rank=0)
+
+
 @ranks(2)
 def test_two_ranks_equal_ddp_by_hand(tmp_path: Path) -> None:
     compare(tmp_path, accumulate=1, clip=0.5, rank=hw.rank())

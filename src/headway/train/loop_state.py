@@ -31,6 +31,7 @@ from headway.train.metrics.epoch_metrics import AddedMetrics, EpochMetric, check
 from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
 from headway.train.model.losses import RecentLosses
+from headway.train.model.optimizer_step import followers_of
 from headway.train.resume.positions import splits_evenly
 from headway.train.resume.replay import note_batch, read_stand_in
 from headway.train.resume.state import StatefulObject
@@ -391,6 +392,12 @@ class LoopState:
     def bad_samples(self) -> BadSamples:
         """The bad samples that are counted at the log points of training."""
         return BadSamples(self.stage.datasets)
+
+    def step_optimizer(self, optimizer: Optimizer) -> None:
+        """Steps an optimizer, its schedulers and the averages of its models."""
+        optimizer.step()
+        for follow in followers_of(self.run, [optimizer]):
+            follow()
 
     def settle(self) -> None:
         """Finishes work of the last step that was deferred to the next one, before its results are read or saved."""

@@ -28,7 +28,6 @@ from headway.train.diagnose.profiler import ProfilerSettings
 from headway.train.loop_state import LoopState, StageStatus
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.metrics.meter import Reduction, Scope
-from headway.train.model.optimizer_step import followers_of
 from headway.train.settings import LOG_EVERY
 from headway.train.uneven import gather_lengths
 
@@ -349,14 +348,13 @@ class Stage(ABC):
     def step_optimizer(self, name: str) -> None:
         """Steps an optimizer in a loop of your own, then its scheduler and the EMA of its model.
 
-        self.pipe.optimizers["adamw"].zero_grad()
-        loss.backward()
-        self.step_optimizer("adamw")
+            self.pipe.optimizers["adamw"].zero_grad()
+            loss.backward()
+            self.step_optimizer("adamw")
+
+        In `optimize` of a `TrainValStage`, it steps only the optimizer, as the loop would: the loop does the rest.
         """
-        optimizer = self.pipe.optimizers[name]
-        optimizer.step()
-        for follow in followers_of(self._loop.run, [optimizer]):
-            follow()
+        self._loop.step_optimizer(self.pipe.optimizers[name])
 
 
 def _ends_step(state: LoopState, progress: Pass) -> bool:

@@ -82,8 +82,12 @@ class TrainValStage(Stage):
         return self._loop.only_optimizer
 
     def zero_grad(self) -> None:
-        """Clears the gradients, before the first batch of each optimizer step."""
-        for optimizer in self.optimizers():
+        """Clears the gradients, before the first batch of each optimizer step.
+
+        It clears those of all registered optimizers: a backward pass may also fill gradients of parameters that another
+        optimizer steps, in a later step.
+        """
+        for optimizer in self.pipe.optimizers.values():
             fast_zero_grad(optimizer)()
 
     def clip_gradients(self, norm: Tensor, limit: float) -> None:
@@ -92,13 +96,13 @@ class TrainValStage(Stage):
             clip_grads_with_norm_(parameters, limit, norm)
 
     def optimize(self) -> None:
-        """Steps the optimizers that `optimizers()` returns; the loop then steps schedulers and updates averages."""
-        scaler = self._loop.precision.scaler
+        """Steps the optimizers that `optimizers()` returns; the loop then steps schedulers and updates averages.
+
+        If you override it, call `super().optimize()` or `self.step_optimizer(name)` instead of `optimizer.step()`:
+        under fp16, gradients have a scale, which both remove.
+        """
         for optimizer in self.optimizers():
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
+            self._loop.precision.step(optimizer)
 
     def gradient_clip(self) -> float | None:
         """Returns the largest total norm of the gradients in this step; by default the setting."""

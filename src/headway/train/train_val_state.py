@@ -29,7 +29,7 @@ from headway.train.metrics.bad_samples import BadSamples
 from headway.train.metrics.epoch_metrics import EpochMetric, compute_metrics, metrics_of_set
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope
 from headway.train.model.losses import weighs_some, weighted
-from headway.train.model.optimizer_step import OptimizerStep
+from headway.train.model.optimizer_step import OptimizerStep, followers_of
 from headway.train.model.precision import MixedPrecision, deterministic
 from headway.train.resume.unsaved import find_unregistered
 from headway.train.settings import TrainSettings, limit_batches
@@ -220,6 +220,7 @@ class TrainValState(LoopState):
     def after_pre_epoch(self) -> None:
         for model in self.pipe.registered_models.values():
             model.train_if_unfrozen(self.pipe.optimizers.values())
+        self.optimizer_step.begin_epoch()  # the hooks may have assigned methods of the stage
 
     def check_progress(self) -> None:
         # a validation before the first step of the epoch may have ended the stage
@@ -259,6 +260,13 @@ class TrainValState(LoopState):
     def stepped_optimizers(self) -> Mapping[str, Optimizer]:
         mine = self.stage.optimizers()
         return {name: each for name, each in self.pipe.optimizers.items() if any(each is one for one in mine)}
+
+    def step_optimizer(self, optimizer: Optimizer) -> None:
+        """Steps an optimizer within `optimize`; the loop steps what follows those that `optimizers()` returns."""
+        self.precision.step(optimizer)
+        if not any(optimizer is each for each in self.stage.optimizers()):
+            for follow in followers_of(self.run, [optimizer]):
+                follow()
 
     def is_default(self, name: str) -> bool:
         """Whether a method is headway's own: neither overridden in a subclass nor assigned to the stage."""
@@ -320,7 +328,6 @@ class TrainValState(LoopState):
             self._val_schedule.begin_epoch()
         super().begin_epoch()
         self._own_names.add(self.stage.train_metric_prefix() + self.stage.loss_metric_name())
-        self.optimizer_step.begin_epoch()
 
     # --- validation
 

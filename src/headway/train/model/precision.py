@@ -94,6 +94,13 @@ class MixedPrecision:
         assert self.scaler is not None
         torch.autograd.backward(self.scaler.scale(loss))
 
+    def step(self, optimizer: Optimizer) -> None:
+        """Steps an optimizer; a scaler first removes the scale from its gradients, and skips those that overflowed."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Removes the scale from the gradients, so that their norm can be computed."""
         if self.scaler is not None:
