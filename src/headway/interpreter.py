@@ -25,7 +25,8 @@ def module_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
 
     Without installation, this process may have found it in the current directory, or on a path that a script has set.
     """
-    home = str(Path(__file__).parents[1].absolute())
-    if home in site.getsitepackages():  # before the standard library, all other packages would hide its modules
-        return dict(environ)
-    return {**environ, "PYTHONPATH": os.pathsep.join([home, *filter(None, [environ.get("PYTHONPATH")])])}
+    home = Path(__file__).resolve().parents[1]
+    installed = (*site.getsitepackages(), site.getusersitepackages())
+    if home in [Path(place).resolve() for place in installed]:
+        return dict(environ)  # before the standard library, all packages there would hide its modules
+    return {**environ, "PYTHONPATH": os.pathsep.join([str(home), *filter(None, [environ.get("PYTHONPATH")])])}

@@ -248,7 +248,7 @@ if attempt.attempt == 2:
 
 
 def test_an_attempt_is_done_when_all_ranks_and_resumed_until_the_script_has_ended(tmp_path: Path) -> None:
-    """The same command: a rank fails while rank 0 is done; the script fails; a rank is killed at its exit; all is well."""
+    """The same command: a rank fails when rank 0 is done; the script fails; one is killed at its end; all is well."""
     script = tmp_path / "own.py"
     script.write_text(OWN_LOOP)
     ends = []
