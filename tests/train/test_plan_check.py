@@ -91,7 +91,9 @@ def test_plan_check_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ):
             cli.main(["check", str(run)])
     (run / "plan.json").write_text('{"answers": {}}')
-    with pytest.raises(UsageError, match=r"cannot be compared with its plan, which has neither step time nor memory"):
+    with pytest.raises(
+        UsageError, match=r"cannot be compared with its plan, which has neither step time nor memory"
+    ):
         cli.main(["check", str(run)])
     (run / "plan.json").unlink()
     with pytest.raises(UsageError, match=r"has no plan.json; save one with"):

@@ -674,4 +674,4 @@ def test_a_run_that_was_submitted_is_not_resumed_by_the_same_command(
     monkeypatch.delenv("HEADWAY_RUN", raising=False)
     assert end_of_run.resume_advice(run) == "the same command resumes"
     monkeypatch.setenv("HEADWAY_RUN", str(run.path))
-    assert end_of_run.resume_advice(run).endswith(f"or by: headway resume {run.id}")
+    assert end_of_run.resume_advice(run).endswith(f"or by: headway resume {run.path}")

@@ -87,7 +87,9 @@ def _ended_by_others(run: Run, job: JobFile, environ: Mapping[str, str]) -> bool
     if ended_by is None:
         end = scheduler.end_time(environ)
         ended_by = "time limit" if end is not None and time.time() > end - _CLOCK_S else "cancel"
-        why = f"{scheduler.label} does not report why it ends this job, and its time limit has not been reached"
+        why = (
+            f"{scheduler.label} does not report why it ends this job, and its time limit has not been reached"
+        )
     if ended_by == "requeue":
         logger.info("stopped by a preemption or a requeue; %s starts the job again", scheduler.label)
     elif ended_by == "cancel":

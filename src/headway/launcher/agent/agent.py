@@ -123,7 +123,8 @@ class Agent:
         signals = handled_signals(FORWARDED_SIGNALS)
         handlers = {number: signal.signal(number, self._forward) for number in signals}
         try:
-            with scratch_directory() as directory:  # nobody else may read it: it holds the control channel's key
+            # nobody else may read it: it holds the control channel's key
+            with scratch_directory() as directory:
                 return self._run_in(directory)
         finally:
             _clear_cache()
