@@ -535,9 +535,7 @@ def test_in_doubt_the_clock_says_whether_the_time_is_over(
     monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
     assert ended(run, 75, Slurm(), step=("--step", "1")) == (75 if requeued else 143)
     assert (("scontrol", "requeue", "7") in [command[:3] for command in asked]) == requeued
-    refusal = (
-        "not queued again: SLURM does not report why it ends this job, and its time limit has not been reached; "
-    )
+    refusal = "not queued again: SLURM does not report why it ends this job, and its time limit has not been reached; "
     assert (f"{refusal}to resume: sbatch {run.job_script}" in capsys.readouterr().err) != requeued
 
 
