@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
 import string
 import subprocess
@@ -17,7 +18,7 @@ import yaml
 from hypothesis import given, strategies as st
 
 from headway.errors import UsageError
-from headway.run import Run, check_name, creation, find_latest
+from headway.run import Run, check_name, creation, find_latest, find_runs
 from headway.run.paths import RunPaths
 from headway.system import files
 
@@ -549,3 +550,14 @@ def test_directories_keep_the_group_that_their_project_hands_down(tmp_path: Path
         finally:
             os.umask(before)
         assert (tmp_path / str(umask)).stat().st_mode & 0o7777 == 0o2700
+
+
+def test_a_command_names_a_run_so_that_it_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are looked up in ./runs, and a path may have spaces."""
+    monkeypatch.chdir(tmp_path)
+    run, other = Run.create("runs", name="digits"), Run.create(tmp_path / "my runs", name="digits")
+    assert run.shell_name == run.id and other.shell_name == f"'{other.path}'" == other.shell_path
+    assert find_runs(*shlex.split(run.shell_name)) == [run]
+    assert find_runs(*shlex.split(other.shell_name)) == [other]
+    monkeypatch.chdir("/")
+    assert run.shell_name == str(run.path)

@@ -244,7 +244,7 @@ def test_a_job_that_a_scheduler_was_asked_to_take_may_be_queued(run: Run) -> Non
     submitted(run, scheduler="slurm")
     found = status(run, NOBODY)
     assert (found.state, found.certain, found.over) == ("queued", False, False)
-    assert found.why.endswith(f"if it is not in the queue: headway resume {run.id}")
+    assert found.why.endswith(f"if it is not in the queue: headway resume {run.path}")
     check_over(run, found)  # so it may be started again
     run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
     assert state(run)[0] == "queued", "it was stopped, and is started again"

@@ -73,7 +73,7 @@ def _submit(run: Run, nodes: str | None, *, dry_run: bool) -> int:
         print(f"would submit {run.job_script} again" + (f", on {nodes} nodes" if nodes else ""))
         return DONE
     restart(run, nodes=nodes)
-    print(f"job {summary_of(run).job} in {run.path}\n\n  tail -F {run.job_log}")
+    print(f"job {summary_of(run).job} in {run.path}\n\n  tail -F {shlex.quote(str(run.job_log))}")
     return DONE
 
 

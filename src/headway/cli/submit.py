@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -86,5 +87,7 @@ def _show(done: SubmittedJob) -> None:
         for run in done.runs:
             print(f"  {run.path}")
     commands = schedulers.load(done.ids.scheduler).commands(done.ids)
-    print(f"\n  {commands['look']}        is it waiting or running?\n  tail -F {first.job_log}")
+    print(
+        f"\n  {commands['look']}        is it waiting or running?\n  tail -F {shlex.quote(str(first.job_log))}"
+    )
     print(f"  {commands['cancel']}              end it; it saves first")

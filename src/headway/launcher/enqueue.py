@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -231,7 +230,7 @@ def _incomplete(runs: Sequence[Run], ids: JobIds | None, error: BaseException) -
         return IncompleteSubmission(
             f"job {ids.job_id} is in the queue, but {why}; {kept}, and the job notes its number when it starts"
         )
-    resume = f"headway resume {shlex.quote(str(runs[0].path))}"
+    resume = f"headway resume {runs[0].shell_path}"
     more = ", and each of the others" if len(runs) > 1 else ""
     return IncompleteSubmission(f"{why}, so the job may be in the queue; if it is not there: {resume}{more}")
 

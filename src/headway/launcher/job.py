@@ -236,7 +236,7 @@ class Job:
         step = newest_step(self.run.path)
         if step is None:
             return ""
-        return f"\nresume it from step {step:,} with job.resume() or: headway resume {self.id}"
+        return f"\nresume it from step {step:,} with job.resume() or: headway resume {self.run.shell_name}"
 
 
 def as_completed(jobs: Iterable[Job], timeout: float | None = None) -> Iterator[Job]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -58,7 +57,7 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
             if number < len(runs):
                 failed = failed or INTERRUPTED  # some were not even started
             break
-    logger.info(f"to see them side by side: headway compare {runs[0].path}")
+    logger.info(f"to see them side by side: headway compare {runs[0].shell_path}")
     return failed
 
 
@@ -82,12 +81,13 @@ def local_program(run: Run, *, nproc: int | None = None) -> Program:
     if any(REDACTED in word for word in [*command, info["cwd"]]):
         raise UsageError(
             f"the record of {run.id} leaves out a secret of its command line: start it by hand, with "
-            f"{environment.RUN}={run.path}"
+            f"{environment.RUN}={run.shell_path}"
         )
     is_member = sweep.member(run) is not None
     if nproc is None and is_member and "world_size" not in world:
         raise UsageError(
-            f"the record of {run.id} does not say on how many processes it runs: headway resume {run.id} --nproc N"
+            f"the record of {run.id} does not say on how many processes it runs: "
+            f"headway resume {run.shell_name} --nproc N"
         )
     nproc = nproc or int(world.get("world_size", 1))
     if is_member:
@@ -97,17 +97,17 @@ def local_program(run: Run, *, nproc: int | None = None) -> Program:
     if world.get("nodes", 1) > 1:
         raise UsageError(
             f"{run.id} ran on {world['nodes']} nodes, and headway did not submit it: start it as before, with "
-            f"{environment.RUN}={run.path}"
+            f"{environment.RUN}={run.shell_path}"
         )
     if _is_of_a_prompt(command):
         raise UsageError(
             f"{run.id} was started at a prompt or in a notebook: run it there again, with "
-            f"{environment.RUN}={shlex.quote(str(run.path))}"
+            f"{environment.RUN}={run.shell_path}"
         )
     if not Path(info["cwd"]).is_dir():
         raise UsageError(
             f"{run.id} was started in {info['cwd']}, which no longer exists"
-            f": start its command by hand, with {environment.RUN}={run.path}"
+            f": start its command by hand, with {environment.RUN}={run.shell_path}"
         )
     return Program(command=command, nproc=nproc, cwd=info["cwd"])
 

@@ -144,7 +144,7 @@ def run_report_command(run: Run) -> None:
         why = str(error)
     else:
         return
-    logger.warning("no report was written: %s; to write it: headway report %s", why, run.path)
+    logger.warning("no report was written: %s; to write it: headway report %s", why, run.shell_path)
 
 
 def ending(error: BaseException | None) -> tuple[str, int]:

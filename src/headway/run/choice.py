@@ -165,7 +165,7 @@ def _warn_of_doubt(run: Run) -> None:
         "%s is finished and not restored, as its script may still run on %s; to resume it, set HEADWAY_RUN=%s",
         run.id,
         owner.host if owner else "another machine",
-        run.path,
+        run.shell_path,
     )
 
 

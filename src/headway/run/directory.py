@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -57,6 +58,19 @@ class Run(RunPaths):
     id: str
     name: str
     fence: run_lock.Fence | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def shell_path(self) -> str:
+        """The path of the run, quoted for a shell, for commands that people paste."""
+        return shlex.quote(str(self.path))
+
+    @property
+    def shell_name(self) -> str:
+        """How a command line names the run: by its id, which commands look up in ./runs, or by its path."""
+        with suppress(OSError):  # there is no such directory
+            if self.path.parent.samefile("runs"):
+                return self.id
+        return self.shell_path
 
     @classmethod
     def create(

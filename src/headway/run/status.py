@@ -85,7 +85,7 @@ def _status(run: Run, queue: Queue, info: Mapping[str, Any], submitted: Mapping[
         return Status(state=state, why=_reason(run, state, ended["exit_code"], ended.get("error"), queue_why))
     by_hand = attempts and _began_since(submitted, attempts[-1])  # a job would have recorded its number
     if is_unanswered(submitted) and not by_hand and (recorded is None or recorded.state != "running"):
-        return Status(state="queued", why=f"{_UNANSWERED} {run.id}", certain=False)
+        return Status(state="queued", why=f"{_UNANSWERED} {run.shell_name}", certain=False)
     if recorded and recorded.state != "lost":
         return recorded
     if in_queue:

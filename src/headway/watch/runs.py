@@ -120,7 +120,7 @@ def summary_of(run: Run) -> RunSummary:
     warnings: list[str] = []
     found = summarize([run], warn=warnings.append)
     if not found:
-        raise UsageError(f"{warnings[-1]}; write run.json again with: headway runs rebuild {run.path}")
+        raise UsageError(f"{warnings[-1]}; write run.json again with: headway runs rebuild {run.shell_path}")
     return found[0]
 
 

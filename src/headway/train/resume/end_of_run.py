@@ -34,4 +34,4 @@ def resume_advice(run: Run) -> str:
     """Returns how to resume a stopped run: to submit or launch it again would make a new run."""
     if environment.directory(environment.RUN) is None:
         return "the same command resumes"
-    return f"it resumes when the job starts again, or by: headway resume {run.id}"
+    return f"it resumes when the job starts again, or by: headway resume {run.shell_name}"
