@@ -18,7 +18,8 @@ examples:
   headway run --array lr=1e-3,3e-4 seed=1,2 train.py             four runs, one after the other
 
 Exit codes: 0 all ranks succeeded; 1 a rank failed (the last lines say which and why); 2 bad usage;
-75 stopped with a checkpoint; 130 Ctrl-C.
+74 the storage failed; 75 stopped with a checkpoint; 86 no checkpoint is valid; 93 three attempts made no new step;
+130 Ctrl-C; 143 SIGTERM without a save.
 """
 
 
