@@ -262,6 +262,14 @@ def test_the_best_is_a_number_and_validation_comes_first() -> None:
     assert list(chosen.items()) == [("val/loss", "min"), ("val/accuracy", "max"), ("train/loss", "min")]
 
 
+def test_metrics_that_are_not_compared_are_named(pair: list[Run], capsys: pytest.CaptureFixture[str]) -> None:
+    metrics(pair[0], {"step": 1, "metrics": {"train/loss": 5.0, "train/d": 1.0, "train/g": 2.0}})
+    assert main(["compare", *(str(run.path) for run in pair)]) == 0
+    assert "; more with --metric NAME: train/d, train/g" in capsys.readouterr().out
+    assert main(["compare", *(str(run.path) for run in pair), "--metric", "train/d"]) == 0
+    assert "more with" not in capsys.readouterr().out
+
+
 def test_steps_that_were_done_again_count_once(pair: list[Run]) -> None:
     rows = [{"step": 1, "metrics": {"loss": 5.0}}, {"step": 2, "metrics": {"loss": 0.1}}]
     metrics(pair[0], *rows, {"step": 2, "metrics": {"loss": 3.0}}, tail='7\n{"st\n{"step": 9')

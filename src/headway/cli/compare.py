@@ -11,7 +11,7 @@ from headway.cli.parser import Parser
 from headway.cli.screen import console, number, print_json, safe
 from headway.errors import DONE, UsageError
 from headway.run import Run
-from headway.system.text import format_duration
+from headway.system.text import format_duration, shorten_list
 from headway.testing.verify import compare_runs
 from headway.watch.comparison import Metric, RunComparison, compare, compare_code
 from headway.watch.runs import resolve
@@ -26,8 +26,8 @@ examples:
   headway compare x7k2 m3p9 --code              how their code differs
   headway compare x7k2 m3p9 --exact             are they equal to the last bit? (needs a ledger: HEADWAY_LEDGER=1)
 
-Shows the settings in which the runs differ, state, steps, time, and the last and the best value of each metric (the
-lowest for names like loss or error, the highest for names like accuracy; min: and max: choose for others).
+Shows the settings in which the runs differ, state, steps, time, and the last and the best value of up to four metrics (the
+lowest for names like loss or error, the highest for names like accuracy; --metric chooses others, with min: or max:).
 Exit codes: 0; with --exact 1 if they differ; 2 bad usage.
 """
 
@@ -113,9 +113,11 @@ def _show(compared: Sequence[RunComparison], screen: Console) -> None:
     for index, cells in enumerate(grid):
         text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)).rstrip()
         screen.print(Text(text, "" if index else "bold"), soft_wrap=True)
-    if metrics:
-        more = f"; not shown for lack of width: {', '.join(map(safe, metrics[-hidden:]))}" if hidden else ""
-        screen.print(Text(f"metrics: last, best @ its step{more}", "dim"), soft_wrap=True)
+    narrow = f"; not shown for lack of width: {', '.join(map(safe, metrics[-hidden:]))}" if hidden else ""
+    if others := compared[0].left_out:
+        narrow += f"; more with --metric NAME: {safe(shorten_list(others))}"
+    if metrics or narrow:
+        screen.print(Text(f"metrics: last, best @ its step{narrow}", "dim"), soft_wrap=True)
 
 
 def _name(run: RunComparison, among: Sequence[RunComparison]) -> str:

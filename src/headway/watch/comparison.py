@@ -65,6 +65,8 @@ class RunComparison:
     settings: Mapping[str, Any]
     """only those that differ between the runs, and that this run has"""
     metrics: Mapping[str, Metric]
+    left_out: Sequence[str] = ()
+    """other metrics of the runs, if the choice was left to `compare`"""
     code: str = ""
     """the commit, with a star for uncommitted changes; empty if they are the same, or if no run has recorded code"""
 
@@ -74,6 +76,7 @@ class RunComparison:
         return self.summary.to_dict() | {
             "settings": dict(self.settings),
             "metrics": metrics,
+            "left_out": list(self.left_out),
             "code": self.code,
         }
 
@@ -98,6 +101,7 @@ def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComp
     wanted = dict(map(_direction, metrics)) or _default_metrics(histories)
     if unknown := [name for name in wanted if not any(name in history for history in histories)]:
         raise unknown_name("metric of these runs", unknown[0], _union(histories))
+    left_out = [] if metrics else [name for name in _union(histories) if name not in wanted]
     codes = [_code(summary.run) for summary in found]
     same_code = len({(code.commit, code.is_dirty, code.diff) for code in codes}) < 2
     return [
@@ -105,6 +109,7 @@ def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComp
             summary=summary,
             settings={name: each[name] for name in differing if name in each},
             metrics={name: _metric(history.get(name, []), better) for name, better in wanted.items()},
+            left_out=left_out,
             code="" if same_code else code.label,
         )
         for summary, each, history, code in zip(found, settings, histories, codes, strict=True)
