@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from headway.dist.environment import detect
+from headway.dist.environment import detect, first_host
 from headway.errors import UsageError
 
 SRUN_STEP = {
@@ -154,3 +154,19 @@ def test_tasks_per_node_in_slurms_shorthand() -> None:
         return detect(environ).local_world_size
 
     assert [local_size(node) for node in range(4)] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("hostlist", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("cn-l[084-085,090],gpu[1-3]", "cn-l084"),
+        ("n[9-11]", "n9"),
+        ("n[090,084]", "n090"),
+        ("r[1-2]n[01-02]-ib,r7", "r1n01-ib"),
+        ("10.0.0.[1-2]", "10.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_step(hostlist: str, first: str) -> None:
+    assert first_host(hostlist) == first

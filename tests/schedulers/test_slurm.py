@@ -460,6 +460,8 @@ def test_ids_are_read_as_this_and_older_versions_wrote_them() -> None:
     ids = JobIds(scheduler="slurm", job_id="7", cluster_name="big", restart_count="1")
     assert JobIds.from_dict(ids.to_dict()) == ids
     assert JobIds.from_dict({"slurm": ids.to_dict()["ids"]}) == ids
+    older = {"slurm": ids.to_dict()["ids"] | {"step_id": "0"}}  # ids of steps are no longer recorded
+    assert JobIds.from_dict(older) == ids
     assert JobIds.from_dict({"slurm": {}}) is JobIds.from_dict({"scheduler": None, "ids": {}}) is None
     submitted = {"job_id": "7", "array_task": 2, "cluster": None}
     assert (found := JobIds.from_submission(submitted)) and (found.scheduler, found.number) == (

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 from headway.errors import UsageError
-from headway.schedulers.slurm.hostlist import expand
 from headway.system.environment import RENDEZVOUS
 
 Environ = Mapping[str, str]
@@ -179,7 +178,17 @@ def _tasks_per_node(text: str) -> list[int]:
 
 def _slurm_master(environ: Environ) -> str | None:
     # the step's list: the job's begins with a node where no rank of this step may run
-    return expand(environ["SLURM_STEP_NODELIST"])[0] if "SLURM_STEP_NODELIST" in environ else None
+    return first_host(environ["SLURM_STEP_NODELIST"]) if "SLURM_STEP_NODELIST" in environ else None
+
+
+def first_host(hostlist: str) -> str:
+    """Returns the first host of a SLURM host list.
+
+    >>> first_host("cn-l[084-085,090],gpu[1-3]")
+    'cn-l084'
+    """
+    first = re.split(r",(?![^\[]*\])", hostlist)[0]  # at a comma outside brackets
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
 
 
 def _slurm_launch_id(environ: Environ) -> str:

@@ -54,11 +54,10 @@ class Step:
         over_s: float = _OVER_S,
         missing_s: float = _MISSING_S,
         silent_s: float = SILENT_S,
-        first_s: float = _FIRST_S,
     ) -> None:
         self._pid, self._records = pid, records
         self._over_s, self._missing_s = over_s + spare_s, missing_s + spare_s
-        self._silent_s, self._first_s = silent_s, first_s
+        self._silent_s = silent_s
         self._since: tuple[Path, float] | None = None  # the last round, and since when it is over
         self._killed_by: int | None = None
 
@@ -95,7 +94,7 @@ class Step:
                         last_change[number] = (found.get(number), now)
                 silence_s = {number: now - max(at, resumed) for number, (_, at) in last_change.items()}
                 busy = [number for number in last_change if "exit_code" not in found.get(number, {})]
-                limit_s = {n: self._silent_s if n in found else self._first_s for n in busy}
+                limit_s = {n: self._silent_s if n in found else _FIRST_S for n in busy}
                 lost = tuple(number for number in busy if silence_s[number] > limit_s[number])
                 if lost or (not busy and min(silence_s.values()) > self._over_s):
                     ended = self._end(until)

@@ -34,7 +34,6 @@ class JobIds:
     job_id: str
     cluster_name: str | None = None
     """without it, `is_gone` has no evidence that another job is over: the same number may be another cluster's job"""
-    step_id: str | None = None
     array_job_id: str | None = None
     array_task_id: str | None = None
     restart_count: str = "0"
@@ -93,7 +92,7 @@ class JobIds:
         )
 
 
-_ID_NAMES = ("cluster_name", "job_id", "step_id", "array_job_id", "array_task_id", "restart_count")
+_ID_NAMES = ("cluster_name", "job_id", "array_job_id", "array_task_id", "restart_count")
 
 
 @final

@@ -67,9 +67,9 @@ class Agent:
 
     `team` connects it with the agents of the other nodes. With `report=False`, the process that started all agents
     prints how the launch ended. A crash is followed by another round, up to `max_restarts` times, if there is a newer
-    checkpoint than when the round began. `prepare` is called first, and returns further variables. `grace_s` and
-    `stop_grace_s` are how long ranks have to end by themselves after one has failed or stopped; the other agents'
-    records are read every `team_poll_s`, and a stop request is repeated to starting ranks every `repeat_s`.
+    checkpoint than when the round began. `prepare` is called first, and returns further variables. `grace_s` is how
+    long ranks have to end by themselves after one has failed; the other agents' records are read every `team_poll_s`,
+    and a stop request is repeated to starting ranks every `repeat_s`.
 
     >>> Agent([sys.executable, "train.py"], nproc=4).run()
     0
@@ -88,7 +88,6 @@ class Agent:
         max_restarts: int = 0,
         prepare: Callable[[], Mapping[str, str]] = dict,
         grace_s: float = _GRACE_S,
-        stop_grace_s: float = _STOP_GRACE_S,
         team_poll_s: float = _TEAM_POLL_S,
         repeat_s: float = _REPEAT_S,
     ) -> None:
@@ -102,7 +101,6 @@ class Agent:
         self._max_restarts = max_restarts
         self._prepare = prepare
         self._grace_s = grace_s
-        self._stop_grace_s = stop_grace_s
         self._team_poll_s = team_poll_s
         self._repeat_s = repeat_s
         self._running: list[RankProcess] = []
@@ -281,7 +279,7 @@ class Agent:
                 next_look = now + self._team_poll_s
                 code = int((team.outcome() or {"exit_code": 0})["exit_code"])
             if code and not deadlines:
-                grace = self._stop_grace_s if code == Stopped.exit_code else self._grace_s
+                grace = _STOP_GRACE_S if code == Stopped.exit_code else self._grace_s
                 deadlines = [(now + grace, signal.SIGTERM), (now + 2 * grace, signal.SIGKILL)]
             while deadlines and now >= deadlines[0][0]:
                 self._end_late(deadlines.pop(0)[1])
@@ -386,7 +384,7 @@ class Agent:
         first = team.conclude(own) if code else False
         team.mark_ended(code)
         if code:
-            timeout_s = self._stop_grace_s if code == Stopped.exit_code else 2 * self._grace_s + 1
+            timeout_s = _STOP_GRACE_S if code == Stopped.exit_code else 2 * self._grace_s + 1
         else:
             # the others may need this agent for another round, and agent 0 watches them
             timeout_s = math.inf if self._max_restarts or team.number == 0 else 0

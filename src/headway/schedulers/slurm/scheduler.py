@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"^(\d+)(?:;(\S+))?$", re.MULTILINE)
 _LIMIT = re.compile(r"(\S+) (infinite|(?:\d+-)?\d+(?::\d+){0,2})")
 """a partition and its time limit; a program of a site may print lines of its own"""
 _LOOK = "check with squeue whether the job is there before you try again"
-_ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
+_ID_VARIABLES = ("CLUSTER_NAME", "JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
 
 
 @final
