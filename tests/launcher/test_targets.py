@@ -95,7 +95,7 @@ def test_ranks_of_a_node(settings: dict[str, Any], ranks: int) -> None:
         (
             hw.Local,
             {"device": "tpu"},
-            "device='tpu' is not a valid device; expected one of auto, cpu, cuda, mps",
+            "device='tpu' is not a valid device; use one of auto, cpu, cuda, mps",
         ),
         (hw.Local, {"device": "mps", "nproc": 2}, "Apple's GPU serves one process"),
         (hw.Local, {"env": {"A=B": "c"}}, "'A=B' cannot be the name of a variable"),

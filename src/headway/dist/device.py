@@ -6,19 +6,13 @@ import os
 
 import torch
 
+from headway.dist.environment import check_device
 from headway.dist.roster import RankPlacement
 from headway.errors import UsageError
 
-KINDS = ("auto", "cpu", "cuda", "mps")
 _QUEUES_NAME, _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 QUEUES = f"{_QUEUES_NAME}={_QUEUES}"
 """the largest number of hardware queues; CUDA's default is 8"""
-
-
-def check_kind(kind: str) -> None:
-    """Raises UsageError unless `kind` is one of `KINDS`."""
-    if kind not in KINDS:
-        raise UsageError(f"device={kind!r} is not a valid device; use one of {', '.join(KINDS)}")
 
 
 def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch.device:
@@ -27,7 +21,7 @@ def choose_device(kind: str, placement: RankPlacement, world_size: int) -> torch
     If a scheduler has assigned GPUs to tasks, each task sees only its own, and uses the first one. Otherwise all ranks
     of the node see all GPUs, and the local rank is the index.
     """
-    check_kind(kind)
+    check_device(kind)
     if kind == "auto":
         kind = automatic_kind(world_size)
     if kind == "cuda":

@@ -22,6 +22,13 @@ from headway.system.environment import RENDEZVOUS
 Environ = Mapping[str, str]
 
 _MAX_PORT = 65_535
+_DEVICES = ("auto", "cpu", "cuda", "mps")
+
+
+def check_device(kind: str) -> None:
+    """Raises `UsageError` unless ranks can compute on devices of this kind."""
+    if kind not in _DEVICES:
+        raise UsageError(f"device={kind!r:.80} is not a valid device; use one of {', '.join(_DEVICES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ import torch.distributed as c10d
 
 from headway.dist.control.hub import Hub
 from headway.dist.control.peer import Peer, connect_to_hub
-from headway.dist.device import check_kind, choose_device
-from headway.dist.environment import LaunchEnvironment, detect
+from headway.dist.device import choose_device
+from headway.dist.environment import LaunchEnvironment, check_device, detect
 from headway.dist.failure.capture import HEARTBEAT
 from headway.dist.failure.exit_deadline import (
     EXIT_CODE,
@@ -97,7 +97,7 @@ def init(
     install_handler()
     keep_hook()
     hook_exceptions()
-    check_kind(device)
+    check_device(device)
     _check_seconds(setup_timeout=setup_timeout, step_timeout=step_timeout)
     period_s = watchdog_s(step_timeout)
     group = RankGroup(detect())

@@ -22,13 +22,13 @@ from typing import Any, ClassVar, Self, final
 import yaml
 
 from headway import schedulers
+from headway.dist.environment import check_device
 from headway.errors import UsageError, unknown_name, yaml_problem
 from headway.interpreter import module_command
 from headway.record.alerts import alert_events
 from headway.schedulers.base import JobRequest, Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
 
-DEVICES = ("auto", "cpu", "cuda", "mps")
 _TOKEN = re.compile(r"""[^\s'"\\#]+""")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -186,10 +186,7 @@ class Local(Target):
 
     def __post_init__(self) -> None:
         _at_least(1, self.nproc, "nproc")
-        if self.device not in DEVICES:
-            raise UsageError(
-                f"device={self.device!r} is not a valid device; expected one of {', '.join(DEVICES)}"
-            )
+        check_device(self.device)
         if self.device == "mps" and self.nproc > 1:
             raise UsageError(f"nproc={self.nproc}: Apple's GPU serves one process; use device='cpu' for more")
         self._check_env()
