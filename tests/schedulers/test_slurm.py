@@ -132,6 +132,15 @@ def test_a_refusal_is_final() -> None:
     assert len(client.asked) == 2
 
 
+def test_a_requeue_whose_answer_was_lost_has_been_done() -> None:
+    """SLURM counts the restart at once, and refuses the next request: the job is pending."""
+    lost = (1, "", "slurm_requeue error: Zero Bytes were transmitted or received")
+    pending = (1, "", "Job is pending execution for job 7")
+    slurm, client = scheduler(lost, (0, "None  0\n", ""), pending, (0, "BeginTime  1\n", ""))
+    assert slurm.requeue(job("7"), pause_s=0) is None
+    assert [command[0] for command in client.asked] == ["scontrol", "squeue"] * 2
+
+
 def test_a_requeue_without_an_answer_may_have_been_done() -> None:
     """To submit another job then could start the run twice."""
     slurm, client = scheduler((124, "", "scontrol did not answer within 120 s"))

@@ -33,7 +33,7 @@ _TRANSIENT = re.compile(
     "timed out|unable to contact|try again|temporarily|connection|communication", re.IGNORECASE
 )
 _LOST_ANSWER = re.compile(r"timed out|(send|receive|shutdown) failure|zero bytes", re.IGNORECASE)
-"""errors of sbatch after which the controller may have received the request without answering"""
+"""errors after which the controller may have received the request without answering"""
 _NEVER_ASKED = re.compile("connect failure|connection refused", re.IGNORECASE)
 """its last error if no controller could have received the request"""
 _NUMBER = re.compile(r"^(\d+)(?:;(\S+))?$", re.MULTILINE)
@@ -155,13 +155,16 @@ class SlurmScheduler(Scheduler):
     def requeue(
         self, ids: JobIds, *, tries: int = _REQUEUE_TRIES, pause_s: float = _REQUEUE_PAUSE_S
     ) -> str | None:
+        lost = False
         for attempt in range(tries):  # the controller may be busy
             if attempt:
                 time.sleep(pause_s * 2 ** (attempt - 1))
             answer = self._change("scontrol", "requeue", ids.number)
-            if answer.code == 0:
+            lost |= _LOST_ANSWER.search(answer.err) is not None
+            # a job that has been requeued is refused the second time, and must not be followed by another one
+            if answer.code == 0 or (lost and self.ended_by(ids) == "requeue"):
                 return None
-            if not _TRANSIENT.search(answer.err):
+            if not (lost or _TRANSIENT.search(answer.err)):
                 break
         return answer.reason
 
