@@ -82,6 +82,11 @@ def assert_equal(one: Any, two: Any) -> None:
         assert (type(one), one) == (type(two), two)
 
 
+def test_directories_above_a_checkpoint_are_made(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "out" / "ckpt", STATE, step=7)
+    assert checkpoint.verify(path) == [] and path.parent == tmp_path / "out" / "ckpt"
+
+
 def test_what_is_there_for_people_fails_no_save(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     path = checkpoint.save(tmp_path, STATE, step=7)

@@ -609,6 +609,8 @@ def test_a_list_may_have_patterns_and_joined_paths_are_refused(
     ]
     with pytest.raises(UsageError, match=r"no shards found at 'a/\*\.tgz'"):
         find_shards("train", ["b/shard0-000000.tar", "a/*.tgz"])
+    with pytest.raises(UsageError, match=r"dataset 'train' lists b/shard0-000000\.tar twice: its samples"):
+        find_shards("train", ["b/*.tar", "b/shard0-000000.tar"])
     with pytest.raises(
         UsageError, match=r"'a/\{x,y\}\.tar::b\.tar' joins paths by '::', .* give a list of them"
     ):

@@ -168,6 +168,17 @@ def test_floats_beyond_one_are_scaled_bools_are_black_and_white_and_nan_is_black
     assert written(take_image(half, caption="", columns=None)).tolist() == [[0, 255]]
 
 
+def test_values_of_pictures_with_more_than_a_byte_are_scaled_and_not_cut_off() -> None:
+    for values in (
+        np.array([[0, 65535]], np.uint16),
+        np.array([[0, 70000]], np.int32),
+        np.float32([[0.0, 1.0]]),
+    ):
+        assert written(take_image(Image.fromarray(values), caption="", columns=None)).tolist() == [[0, 255]]
+    clear = Image.new("LA", (1, 1), (7, 0))
+    assert written(take_image(clear, caption="", columns=None)).tolist() == [[[7, 7, 7, 0]]]
+
+
 def test_a_batch_and_a_list_have_one_scale_and_integers_beyond_a_byte_are_scaled() -> None:
     def grays(*images: Any) -> list[list[int]]:
         """The first pixel of each image, given as a batch and as a list."""

@@ -79,9 +79,9 @@ def begin(target: SaveTarget) -> None:
         if target.fence is not None:
             target.fence.check()  # first: the checkpoints there may be those of a newer attempt
         _check_new(target)
-        if not parent.is_dir():
-            files.make_dir(parent)
-            files.sync_dir(parent.parent)
+        for directory in reversed([each for each in (parent, *parent.parents) if not each.is_dir()]):
+            files.make_dir(directory)
+            files.sync_dir(directory.parent)
         sweep(parent, target.owner)
         failpoint("checkpoint.before_directory")
         files.make_dir(target.hidden)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from glob import has_magic
@@ -38,6 +39,10 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
     text = str(spec)
     if not isinstance(spec, str | Path):
         paths = [path for each in spec for path in _listed(name, Path(each))]
+        if twice := [path for path, count in Counter(paths).items() if count > 1]:
+            raise UsageError(
+                f"dataset {name!r} lists {twice[0]} twice: its samples would be read twice in an epoch"
+            )
     elif "://" in text or text.startswith("pipe:"):
         raise UsageError(
             f"dataset {name!r}: {text!r} is not a path; shards are read from file systems: mount or copy them first"

@@ -183,8 +183,11 @@ def _read_images(taken: Sequence[_TakenImages]) -> list[Pixels]:
 
 def _take_images(image: ImageLike) -> list[_TakenImages]:
     if hasattr(image, "convert") and hasattr(image, "mode"):  # of Pillow
-        picture = image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB")
-        image = np.asarray(picture)
+        mode = str(image.mode)
+        kept = mode in ("L", "RGB", "RGBA") or mode.startswith(
+            ("I", "F")
+        )  # whose values `convert` would cut off
+        image = np.asarray(image if kept else image.convert("RGBA" if mode in ("LA", "PA") else "RGB"))
     if not isinstance(image, Tensor | np.ndarray):
         raise UsageError(
             f"log_image got a {type(image).__name__}: give a tensor, a numpy array or a Pillow image, or a list of them"
