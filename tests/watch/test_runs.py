@@ -459,14 +459,14 @@ def test_a_long_config_file_is_cut_between_settings_and_says_so(run: Run) -> Non
     text = "x" * 90
     run.config_file.write_text("".join(f"key{j}:\n  list:\n  - 7\n  text: {text}\n" for j in range(1000)))
     found = comparing.settings_of(run, None)
-    cut = found.pop("config.yaml")
+    cut = found.pop("(settings)")
     assert cut == f"too long: only its first {len(found)} settings are compared"
     assert 500 < len(found) < 2000 and all(value in ([7], text) for value in found.values())
     assert len([name for name in found if name.endswith(".text")]) == len(found) / 2
     other = Run.create(run.path.parent, name="digits")
     other.config_file.write_bytes(run.config_file.read_bytes())
-    assert all("config.yaml" in each.settings for each in compare([run, other])), "also if they agree"
-    assert "config.yaml" not in comparing.settings_of(Run.create(run.path.parent, config={"lr": 1}), None)
+    assert all("(settings)" in each.settings for each in compare([run, other])), "also if they agree"
+    assert "(settings)" not in comparing.settings_of(Run.create(run.path.parent, config={"lr": 1}), None)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ _CONFIG_BYTES = 1 << 16
 """takes a second to parse; no real settings are longer"""
 _BEFORE_KEY = re.compile(rb"\n(?=[^\s:\-])")
 """the end of a line before a top-level key: items of a list may not be indented, and values of long keys neither"""
-_CUT = "config.yaml"
+_CUT = "(settings)"
 """a setting that tells that others were left out"""
 _MAX_SETTINGS = 2000
 _MAX_DEPTH = 100
