@@ -27,7 +27,8 @@ examples:
   headway compare x7k2 m3p9 --exact             are they equal to the last bit? (needs a ledger: HEADWAY_LEDGER=1)
 
 Shows the settings in which the runs differ, state, steps, time, and the last and the best value of up to four metrics
-(the lowest for names like loss or error, the highest for names like accuracy; --metric chooses others, with min: or max:).
+(the lowest for names like loss or error, the highest for names like accuracy; --metric chooses others, with min: and
+max:).
 Exit codes: 0; with --exact 1 if they differ; 2 bad usage.
 """
 
