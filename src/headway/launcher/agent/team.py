@@ -292,10 +292,8 @@ class Team:
                 return None
             found: dict[str, Any] = json.loads(ownership.read_private(path))
             return found
-        except (
-            FileNotFoundError,
-            json.JSONDecodeError,
-        ):  # without hard links, it is visible while it is written
+        except (FileNotFoundError, json.JSONDecodeError):
+            # without hard links, it is visible while it is written
             return None
         except OSError as error:  # callers poll, and so try again
             self._trouble = error

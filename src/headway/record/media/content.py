@@ -184,9 +184,8 @@ def _read_images(taken: Sequence[_TakenImages]) -> list[Pixels]:
 def _take_images(image: ImageLike) -> list[_TakenImages]:
     if hasattr(image, "convert") and hasattr(image, "mode"):  # of Pillow
         mode = str(image.mode)
-        kept = mode in ("L", "RGB", "RGBA") or mode.startswith(
-            ("I", "F")
-        )  # whose values `convert` would cut off
+        # of modes that begin with I or F, `convert` would cut off values
+        kept = mode in ("L", "RGB", "RGBA") or mode.startswith(("I", "F"))
         image = np.asarray(image if kept else image.convert("RGBA" if mode in ("LA", "PA") else "RGB"))
     if not isinstance(image, Tensor | np.ndarray):
         raise UsageError(

@@ -127,9 +127,8 @@ class LedgerWriter:
         if self._rows is not None:
             rows = [self._row(stage, step, table[:, number]) for number, step in enumerate(steps)]
             lines = [*self._new_orders, *({"kind": "step"} | asdict(row) for row in rows)]
-            if not self._rows.write_all(
-                lines
-            ):  # else the next rows, which need these orders, bring them again
+            # else the next rows, which need these orders, bring them again
+            if not self._rows.write_all(lines):
                 self._new_orders = []
 
     def _row(self, stage: str, noted: _StepEntry, ranks: Tensor) -> LedgerRow:
