@@ -127,6 +127,34 @@ def test_an_error_at_the_end_of_the_script_is_its_ranks_own(tmp_path: Path) -> N
     assert "ConnectionRefusedError: [Errno 111] Connection refused" in last, done.stderr
 
 
+ENDS = """
+import atexit, pathlib, sys, threading, time
+import headway as hw
+world = hw.init()
+has_ended = pathlib.Path(sys.argv[1])
+def refuse_threads():  # from here on, Python 3.12 starts none
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = refuse
+    has_ended.touch()
+if world.is_root:
+    atexit.register(refuse_threads)  # called before rank 0 waits for the others
+else:
+    while not has_ended.exists(): time.sleep(0.01)
+    raise ValueError("the last rank's own")
+"""
+
+
+def test_a_rank_that_fails_while_rank_0_exits_is_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    command = [*RUN[:-1], "2", str(tmp_path / "ends.py"), str(tmp_path / "has-ended")]
+    done = warm.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1
+    last = done.stderr[done.stderr.rindex("headway: ") :]
+    assert "rank 1 of 2" in last and "ValueError: the last rank's own" in last, done.stderr
+    assert "create new thread" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("how", ["raise", "kill9", "exit0"])
 def test_ranks_that_never_meet_in_a_collective_notice_too(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -100,11 +100,12 @@ class FailureHandler:
         signals.ignore_termination()
         where = self._write(record)
         record["failure_file"] = None if where is None else str(where)
-        self._recording = threading.Thread(
-            target=self._call_back, args=(record,), name="headway failure", daemon=True
-        )
-        self._recording.start()
-        self._recording.join(_RECORD_S)
+        if self.callbacks:  # not at the exit of the script, when Python 3.12 starts no thread any more
+            self._recording = threading.Thread(
+                target=self._call_back, args=(record,), name="headway failure", daemon=True
+            )
+            self._recording.start()
+            self._recording.join(_RECORD_S)
 
     def _call_back(self, record: FailureRecord) -> None:
         for callback in self.callbacks:
