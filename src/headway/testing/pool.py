@@ -110,34 +110,43 @@ class RankPool:
         if first is not None:
             late = f"still running {_GRACE_S:g} s after rank {first.rank} had ended"
         stopped = [process for process in waiting.values() if process.is_stopped()]
-        self._abort(list(waiting.values()))
+        abort(list(waiting.values()))
         for process in waiting.values():
             problem = f"{late}: a signal had stopped it" if process in stopped else late
             results[process.rank] = process.result(problem=problem, released=first is not None)
         return [results[process.rank] for process in self._processes]
-
-    def _abort(self, stuck: list[RankHandle]) -> None:
-        """Ends ranks with SIGABRT, on which they write their stacks; a stopped rank cannot, and is killed.
-
-        SIGSTOP holds all of them until each has its signal: a rank that sees another end would exit without a stack.
-        """
-        stopped = [process for process in stuck if process.is_stopped()]
-        for process in stopped:
-            process.signal(signal.SIGKILL)
-        for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
-            for process in stuck:
-                if process not in stopped:
-                    process.signal(number)
-        deadline = time.monotonic() + _ABORT_TIMEOUT_S
-        for process in stuck:
-            wait([process.connection], max(0.0, deadline - time.monotonic()))
-            process.reap()
 
     def _check_started(self, results: list[RankResult]) -> None:
         failed = [result for result in results if result.report is None and not result.released]
         if failed:
             reasons = (f"rank {r.rank} {r.problem}\n{r.stdout}{r.stderr}{r.stack}" for r in failed)
             raise RankFailure("the processes of this test could not be started\n" + "\n".join(reasons))
+
+
+def abort(stuck: list[RankHandle]) -> None:
+    """Ends ranks with SIGABRT, on which they write their stacks; one that a signal had stopped cannot, and is killed.
+
+    A rank that sees another end exits without a stack. So all of them are held by SIGSTOP until each has its SIGABRT,
+    and rank 0, which all others are connected to, ends after them.
+    """
+    held = [process for process in stuck if not process.is_stopped()]
+    for process in stuck:
+        process.signal(signal.SIGSTOP if process in held else signal.SIGKILL)
+    deadline = time.monotonic() + _ABORT_TIMEOUT_S
+    # SIGCONT would cancel a SIGSTOP that a busy machine has not delivered yet
+    while not all(process.is_held() for process in held) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    others, root = [each for each in held if each.rank], [each for each in held if not each.rank]
+    for ending in (others, root):
+        for number in (signal.SIGABRT, signal.SIGCONT):
+            for process in ending:
+                process.signal(number)
+        deadline = time.monotonic() + _ABORT_TIMEOUT_S
+        for process in ending:
+            wait([process.connection], max(0.0, deadline - time.monotonic()))
+            process.reap()
+    for process in stuck:
+        process.reap()
 
 
 def _in_step(results: list[RankResult]) -> bool:

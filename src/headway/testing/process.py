@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, final
 
 import psutil
@@ -86,6 +87,11 @@ class RankHandle:
     def is_stopped(self) -> bool:
         return self._is(psutil.STATUS_STOPPED)
 
+    def is_held(self) -> bool:
+        """Returns whether no thread runs any more. The first that stops is enough for `is_stopped`."""
+        states = (_thread_state(file) for file in Path(f"/proc/{self.process.pid}/task").glob("*/stat"))
+        return all(state in "TtZX" for state in states)
+
     def _is(self, status: str) -> bool:
         return bool(psutil.Process(self.process.pid).status() == status)
 
@@ -154,6 +160,13 @@ class RankHandle:
         self.reap()
         for capture in (self.stdout, self.stderr, self.stack):
             capture.file.close()
+
+
+def _thread_state(file: Path) -> str:
+    try:
+        return file.read_text().rpartition(")")[2].split()[0]
+    except OSError:  # the thread has ended
+        return "X"
 
 
 def find_culprit(stderr: str, rank: int) -> int | None:
