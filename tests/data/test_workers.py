@@ -77,7 +77,9 @@ def test_a_worker_that_gives_nothing_is_named_with_its_stack(
     finally:
         logger.removeHandler(handler)
     assert len(batches) == 4
-    said = rf"data worker 0 \(pid {batches[0][0]}, [a-z-]+\) has given no batch for \d+ s; its stack follows"
+    said = (
+        rf"data worker 0 \(pid {batches[0][0]}, [a-z-]+\) has returned no batch for \d+ s; its stack follows"
+    )
     assert all(re.fullmatch(said, line) for line in handler.lines), handler.lines
     assert "wait_for_release" in capfd.readouterr().err
 
@@ -114,7 +116,9 @@ def test_a_worker_that_is_stopped_is_named_with_what_resumes_it(
         logger.removeHandler(handler)
     pid = batches[0][0]
     (line,) = [line for line in handler.lines if "stopped" in line]
-    said = rf"data worker 0 \(pid {pid}, stopped\) has given no batch for \d+ s; kill -CONT {pid} resumes it"
+    said = (
+        rf"data worker 0 \(pid {pid}, stopped\) has returned no batch for \d+ s; kill -CONT {pid} resumes it"
+    )
     assert re.fullmatch(said, line), line
 
 

@@ -44,7 +44,7 @@ _MAX_PATH_CHARS = 75
 
 
 def open_workers(loader: torch_data.DataLoader[Any]) -> Iterator[Any]:
-    """Returns `iter(loader)` of torch's loader, whose `worker_init_fn` is a `WorkerInit`; its workers end with us."""
+    """Returns `iter(loader)` of torch's loader, whose `worker_init_fn` is a `WorkerInit`; workers end with the rank."""
     if not loader.num_workers:
         return iter(loader)
     _make_temp_dir()
@@ -111,7 +111,7 @@ class _SilenceWatch:
             f"; kill -CONT {pid} resumes it" if is_stopped else "; its stack follows" if dumps_stack else ""
         )
         logger.warning(
-            "data worker %d (pid %d, %s) has given no batch for %.0f s%s", number, pid, state, waited, hint
+            "data worker %d (pid %d, %s) has returned no batch for %.0f s%s", number, pid, state, waited, hint
         )
         if dumps_stack:
             with suppress(ProcessLookupError):  # it has just ended, and torch raises that
