@@ -77,7 +77,7 @@ def _numbered(by: Any, total: int) -> Indices:
     except TypeError as error:
         kinds = ", ".join(sorted({type(label).__name__ for label in labels.tolist()}))
         raise UsageError(
-            f"split: by has labels of the types {kinds}, which have no order: give numbers, or texts"
+            f"split: by has labels of the types {kinds}, which have no order: give numbers or strings"
         ) from error
 
 

@@ -57,7 +57,7 @@ class ImageCropper:
         """whether images are decoded at the smallest size that their crops allow"""
 
     def draw(self, samples: list[ReadSample]) -> None:
-        """Draws the crops of all images whose headers state their size: one by one, that takes twenty times as long."""
+        """Draws the crops of all images whose headers state their size; one by one, they take twenty times as long."""
         sized = [(sample, size) for sample in samples if (size := self._jpeg_size(sample)) is not None]
         if not sized:
             return
@@ -124,6 +124,6 @@ def take_image(transform: ImageTransform, sample: ReadSample) -> Any:
     longest = max([recipe.resize for group in transform.groups() for recipe in group.recipes]) * long // short
     if longest > _MAX_SIDE_PIXELS:
         raise BadSample(
-            f"{long} x {short} pixels would be resized to {longest} in the long side: cut the image"
+            f"{long} x {short} pixels would be resized to {longest} on the long side: crop the image"
         )
     return image

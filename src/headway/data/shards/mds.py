@@ -177,7 +177,7 @@ def mds_shards(directory: Path) -> list[MdsShard]:
     for shard in shards:
         if (shard.names, shard.parts) != (shards[0].names, shards[0].parts):
             raise UsageError(
-                f"{directory / _INDEX} has shards with other columns than its first one: pack them apart"
+                f"{directory / _INDEX} has shards with other columns than its first one: pack them separately"
             )
         if shard.path in paths:
             raise UsageError(f"{directory / _INDEX} has {shard.path} twice: remove one of the two")

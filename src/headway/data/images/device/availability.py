@@ -29,14 +29,14 @@ def usable_gpu(device: str | torch.device | None, transform: object) -> torch.de
         return None
     if not use_many_queues():
         logger.info(
-            "images are decoded more slowly beside other work on the GPU, because CUDA began with few hardware queues: "
+            "images are decoded more slowly during other work on the GPU, as CUDA started with few hardware queues: "
             f"set {QUEUES} in the environment"
         )
     return torch.empty(0, device=device).device  # with its number
 
 
 def missing_for_gpu() -> str:
-    """Returns what this machine lacks to decode and crop on a GPU, as text; an empty text if nothing."""
+    """Returns what this machine lacks to decode and crop on a GPU, as text; an empty string if nothing."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     try:
