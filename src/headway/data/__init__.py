@@ -1,11 +1,11 @@
-"""Feed: samples from storage to the device, in an order that is a pure function of (seed, epoch, position).
+"""Loads samples from storage to the device, in an order that is a pure function of (seed, epoch, position).
 
     loader = hw.data.DataLoader(dataset, batch_size=64, shuffle=True, seed=0)
 
 `DataLoader` serves any map-style dataset, `ShardLoader` tar shards. Inside: order/ (which sample comes when), shards/
-(the file format), catalog/ (datasets by name), sources/ (the datasets of a mix), samples/ (read, transformed and
-joined to batches), cache/ (the node cache, staging), images/ (crops), arrays/ (xarray and batches), feed/ (to the
-device), tools/ (checks and benchmarks). Public names are loaded on first use.
+(the file format), catalog/ (datasets by name), sources/ (the datasets of a mix), samples/ (reads, transforms and
+collates samples), cache/ (the node cache, staging), images/ (crops), arrays/ (chunks of large arrays, mixed batches),
+feed/ (copies to the device), tools/ (checks and benchmarks). Public names are loaded on first use.
 """
 
 from __future__ import annotations

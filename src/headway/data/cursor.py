@@ -39,7 +39,7 @@ class Cursor(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Returns the batches of a whole pass, on this rank."""
+        """Returns the number of batches in a whole pass, on this rank."""
 
     @abstractmethod
     def begin_pass(self, *, restored: bool) -> None:
@@ -47,7 +47,7 @@ class Cursor(ABC):
 
     @abstractmethod
     def consume(self, loaded: Any) -> tuple[Any, int] | None:
-        """Moves behind what was loaded, and returns the batch and its number of samples; None if there is no batch."""
+        """Moves past what was loaded, and returns the batch and its number of samples; None if there is no batch."""
 
     @abstractmethod
     def last_span(self) -> tuple[int, int] | None:
@@ -71,7 +71,7 @@ class Cursor(ABC):
 
 
 class SampleRequest(NamedTuple):
-    """What a worker loads at once: this rank's part of one batch."""
+    """What a worker loads for one request: this rank's part of one batch."""
 
     epoch: int
     samples: list[int]
@@ -215,8 +215,8 @@ class Unbatched:
 class _BatchFetcher(torch_data.Dataset[Any]):
     """The dataset that torch's workers read: it returns whole batches, each sample with its own random numbers.
 
-    `__getitems__` of a dataset fetches many samples at once. Random numbers that it draws could not belong to one
-    sample. So the first sample is fetched alone, and if that draws any, every sample is fetched by `__getitem__`.
+    `__getitems__` of a dataset fetches many samples at once, and random numbers that it draws cannot be attributed to
+    one of them. So the first sample is fetched alone; if that draws any, every sample is fetched by `__getitem__`.
     """
 
     def __init__(self, dataset: torch_data.Dataset[Any], collate: Collate, seed: int) -> None:
@@ -244,7 +244,7 @@ class _BatchFetcher(torch_data.Dataset[Any]):
             if not isinstance(first, list):  # already collated: a batch cannot be made of it and the rest
                 return first if len(request.samples) == 1 else self._fetch_at_once(request, slice(None))[0]
             self._is_tried = not drew
-            if drew:  # fetch it again by `__getitem__`, as after a resume: that may draw in another way
+            if drew:  # fetch it again by `__getitem__`, as after a resume: that may draw differently
                 self._fetch_all, first = None, []
         missing = slice(len(first), None)
         if not request.samples[missing]:

@@ -2,7 +2,7 @@
 
 For shards, that is names, sizes and first bytes; for datasets in memory, or with a list of their files, the first and
 the last sample. A user's `__getitem__` is never called: it may draw random numbers, or open files that data workers
-must open themselves. To refuse a run without reason is worse than to miss a change, so data that cannot be read has no
+must open themselves. Refusing a run without reason is worse than missing a change, so data that cannot be read has no
 fingerprint, and values that may differ for the same content are left out.
 """
 
@@ -29,7 +29,7 @@ _IN_MEMORY = (list, tuple, range, bytes, np.ndarray, torch.Tensor)
 
 
 def fingerprints(loader: object) -> dict[str, str]:
-    """Returns a digest for each source of a loader's data; without sources that cannot be examined cheaply.
+    """Returns a digest for each source of a loader's data that can be examined cheaply.
 
     The one source of a `DataLoader` has the name "".
 
@@ -103,7 +103,8 @@ def _value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {list(value.shape)} {_digest(data)}"
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:  # whose bytes are addresses
+    # the bytes of an array of objects are addresses, which differ between processes
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value[:100]))}]"

@@ -117,7 +117,7 @@ class DataLoader:
     # --- iterating
 
     def __len__(self) -> int:
-        """Returns the batches of a whole pass, on this rank."""
+        """Returns the number of batches in a whole pass, on this rank."""
         return len(self._cursor)
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,7 +148,7 @@ class DataLoader:
                     "another loop over this DataLoader has begun, and a loader has one position: "
                     "create a second loader for the second loop"
                 )
-            consumed = cursor.consume(loaded)  # from here on, the position is behind this batch
+            consumed = cursor.consume(loaded)  # from here on, the position is after this batch
             if consumed is None:
                 continue
             batch, samples = consumed

@@ -157,7 +157,7 @@ class ShardLoader:
     # --- iterating
 
     def __len__(self) -> int:
-        """Returns the batches of the current pass from its beginning, on this rank."""
+        """Returns the number of batches in the current pass from its beginning, on this rank."""
         return self._batcher.length(self._epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -229,7 +229,7 @@ class ShardLoader:
                 self._check_loop(number)
                 self._last_span = self._position, batch.end
                 self._seen += batch.end - self._position
-                # from here on, the position is behind this batch
+                # from here on, the position is after this batch
                 self._position, self._begun = batch.end, True
             if self._prefetcher is not None:
                 self._prefetcher.advance(batch.end)
@@ -275,11 +275,11 @@ class ShardLoader:
 
     @property
     def bad(self) -> list[QuarantinedSample]:
-        """The bad samples that this rank has met, in this order."""
+        """The bad samples that this rank has found, in order."""
         return self._quarantine.samples
 
     def take_bad(self) -> int:
-        """Returns how many bad samples this rank has met since the last call."""
+        """Returns how many bad samples this rank has found since the last call."""
         return self._quarantine.take()
 
     def check_bad(self, new: int) -> None:
@@ -342,7 +342,7 @@ class ShardLoader:
         self.set_weights({name: weight})
 
     def counts(self) -> dict[str, int]:
-        """Returns the samples of each dataset that all ranks together have consumed."""
+        """Returns the number of samples of each dataset that all ranks together have consumed."""
         return self._mix_timeline().counts_at(self._position)
 
     def observe_spans(self, listener: SpanListener | None) -> None:

@@ -142,8 +142,8 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
             for chunk in loader:
                 ...
 
-    With `hw.data.DataLoader` it can be resumed, on the same number of ranks and workers. For torch's, call `set_epoch`,
-    which also reaches persistent workers.
+    With `hw.data.DataLoader` it can be resumed, on the same number of ranks and workers. With torch's loader, call
+    `set_epoch`, which also reaches persistent workers.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ShardedXrDataset(IterableDataset["xr.Dataset | xr.DataArray"]):
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
-        """Returns the chunks of this rank, of all its workers together."""
+        """Returns the number of chunks of this rank, over all of its workers."""
         return len(self._chunks())
 
     def __iter__(self) -> Iterator[xr.Dataset | xr.DataArray]:

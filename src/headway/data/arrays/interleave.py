@@ -29,7 +29,7 @@ def interleave_batches(
 def interleave_dict_batches(
     iterable: Iterable[Mapping[str, torch.Tensor]], num_batches: int, pin_memory: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Mixes batches that are dicts of tensors, as `interleave_batches` does, all tensors alike.
+    """Mixes batches that are dicts of tensors as `interleave_batches` does; all tensors are mixed alike.
 
     for batch in hw.data.interleave_dict_batches(batches, num_batches=4):
         batch["x"], batch["y"]                              # of four batches, mixed alike
@@ -52,7 +52,7 @@ def _interleave(
 
 
 def _mix(batches: list[Mapping[str, torch.Tensor]], pin_memory: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields batches of the same number and sizes, from the first slices of all, then the second ones, and so on.
+    """Yields as many batches of the same sizes, made of the first slices of all, then of the second ones, and so on.
 
     If all slices are equal, batch i consists of the i-th slice of each.
     """

@@ -35,7 +35,7 @@ _LOCAL = _IN_MEMORY.union(
 
 
 def parse_budget(budget: str | int, total: int) -> int:
-    """Returns the bytes of a budget, where 100 % is `total`.
+    """Returns a budget in bytes, where 100 % is `total`.
 
     >>> parse_budget("50%", 1000), parse_budget("2 GB", 0), parse_budget(7, 0)
     (500, 2000000000, 7)
@@ -48,7 +48,7 @@ def parse_budget(budget: str | int, total: int) -> int:
 
 
 def total_bytes(directory: Path) -> int:
-    """Returns what 100 % is: the size of the file system; if it is in memory, at most the memory and its limits."""
+    """Returns the bytes that 100 % stands for: the file system's size; in memory, at most the memory and its limits."""
     return min(limit.limit for limit in limits_on(directory))
 
 

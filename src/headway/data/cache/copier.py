@@ -132,7 +132,7 @@ def _copy(part: FileLock, source: ShardFile, request: CopyRequest) -> CopyNote:
     """Copies a shard, and compares it with the checksum beside it; fails if the shard changed in the meantime."""
 
     def on_chunk(offset: int, size: int) -> bool:
-        # the page cache need not hold the source beside its copy
+        # the page cache need not hold both the source and its copy
         os.posix_fadvise(source.fileno(), offset, size, os.POSIX_FADV_DONTNEED)
         failpoint("cache.copying")
         return not request.is_cancelled()

@@ -33,7 +33,7 @@ from headway.system.failpoints import failpoint
 from headway.system.limits import boot_id
 from headway.system.locks import Deadline, FileLock
 
-_LIVE, _SPACE_LOCK = "live", "ledger"  # names of files, which caches of older versions share
+_LIVE, _SPACE_LOCK = "live", "ledger"  # file names, the same as in caches of older versions
 _COPIES = re.compile(r"[0-9a-f]{32}-\d+\.(shard|part)")
 _ALL = re.compile(rf"{_COPIES.pattern}|slot-\d+|{_SPACE_LOCK}|{_LIVE}")
 _MAX_NOTE_BYTES = 65536
@@ -112,8 +112,8 @@ class CacheDirectory:
             deadline.pause(_CLEARING)
 
     def leave(self) -> bool:
-        """Ends this process's use. The last process removes everything, including leftovers of killed ones; for it,
-        returns True."""
+        """Ends this process's use. The last process removes everything, including leftovers of killed ones; only its
+        call returns True."""
         if self._live.fd < 0 or os.getpid() != self._process:
             return False
         last = self._live.try_acquire()
@@ -170,7 +170,7 @@ class CacheDirectory:
         return None
 
     def publish(self, key: str, handle: FileLock, deadline: Deadline) -> None:
-        """Renames a complete copy. From here on it is only read."""
+        """Renames a complete copy. From then on, it is only read."""
         where = self._directory.fd
         os.rename(f"{key}.part", f"{key}.shard", src_dir_fd=where, dst_dir_fd=where)
         failpoint("cache.published")
@@ -209,8 +209,8 @@ class CacheDirectory:
     def used(self) -> int:
         """Returns the bytes that the cache takes, including those reserved for copies in progress.
 
-        A copy that is published while files are listed may appear under neither name, so a list counts only if the next
-        one is equal.
+        A copy that is published while files are listed may appear under neither name, so a listing counts only if the
+        next one is equal.
         """
         seen: dict[str, int] = {}
         while (now := {name: self._bytes(name) for name in self._names()}) != seen:
@@ -218,7 +218,7 @@ class CacheDirectory:
         return sum(now.values())
 
     def free(self, want: int, order: Mapping[str, int], turn: int) -> int:
-        """Removes unmapped copies until `want` bytes are free, or no more may be removed; returns how many.
+        """Removes unmapped copies until `want` bytes are free, or no more may be removed; returns the bytes freed.
 
         `order` gives when shards are needed next (0: first). Shards not in it are removed first, beginning with the
         oldest, then those that are needed last; never one that is needed before `turn`. The caller holds
@@ -241,12 +241,12 @@ class CacheDirectory:
         return 0, 0
 
     def sweep(self, deadline: Deadline) -> int:
-        """Removes parts whose process has ended; returns how many bytes."""
+        """Removes parts whose process has ended; returns the bytes freed."""
         with self.space_lock(deadline):
             return sum(self._remove(name) for name in self._names() if name.endswith(".part"))
 
     def _remove(self, name: str) -> int:
-        """Removes a file that no process has locked; returns its bytes."""
+        """Removes a file that no process has locked; returns the bytes freed."""
         with suppress(FileNotFoundError), self._open(name, os.O_RDONLY) as handle:
             if handle.try_acquire() and self._has_name(handle, name):
                 failpoint("cache.evicting")
@@ -291,7 +291,7 @@ class CacheDirectory:
 
 
 def size_of(key: str) -> int:
-    """Returns the bytes of a shard, which are part of its key."""
+    """Returns the size of a shard in bytes, which is part of its key."""
     return int(key.rpartition("-")[2])
 
 

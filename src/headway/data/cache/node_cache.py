@@ -57,7 +57,7 @@ class NodeCache:
     copy_local: bool = False
     """also copy shards that are on local file systems"""
     min_age: float = 2.0
-    """seconds since a shard was written; two versions written within one tick of the file system's clock look equal"""
+    """seconds; younger shards are not copied: versions written within a tick of the file system's clock look equal"""
     chunk_bytes: int = CHUNK_BYTES
     """bytes that are copied at a time"""
 
@@ -75,7 +75,7 @@ class NodeCache:
             return directory.entries() if directory else []
 
     def sweep(self) -> int:
-        """Removes leftovers of killed processes, or everything if no process uses the cache; returns how many bytes."""
+        """Removes leftovers of killed processes, or everything if the cache is unused; returns the bytes freed."""
         with self._joined() as directory:
             if directory is None:
                 return 0
@@ -114,7 +114,7 @@ class CachedShards:
         self._verified: set[str] = set()
         self._held: dict[Path, CachedCopy] = {}
         self.counts: Counter[str] = Counter()
-        """shards opened: "hit" and "copied" in the cache, "local" and "source" in place; "bytes": of those copied"""
+        """shards opened: "hit" and "copied" in the cache, "local" and "source" in place; "bytes": copied bytes"""
 
     def open(self, path: Path, index: ShardIndex | None = None) -> Shard:
         """Opens a shard, from a copy or at its source; `index` is an earlier index of it, if there is one."""

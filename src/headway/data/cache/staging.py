@@ -45,7 +45,7 @@ _PART = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 """the name of an incomplete copy, `StagedFile.part`"""
 
 Progress = Callable[[int, int], None]
-"""called after each chunk with the bytes that are there and the bytes in all"""
+"""called after each chunk with the bytes that are there so far, and the total"""
 
 
 @final
@@ -54,7 +54,7 @@ class StagingResult:
     """What is on the node's disk now."""
 
     paths: tuple[Path, ...]
-    """where each source is"""
+    """where the copy of each source is"""
     files: int
     bytes: int
     copied: int
@@ -188,7 +188,7 @@ def list_files(sources: Sequence[str | os.PathLike[str]], directory: Path) -> It
 def _walk(path: Path, parents: set[tuple[int, int]]) -> Iterator[Path]:
     """Yields the files below `path`, through links; a link back to one of the `parents` is skipped.
 
-    So are marks of unfinished packing: they may be unreadable for other users, and do not describe the copy.
+    So are markers of unfinished packing: they may be unreadable for other users, and do not describe the copy.
     """
     if path.is_file():
         yield path
@@ -200,7 +200,7 @@ def _walk(path: Path, parents: set[tuple[int, int]]) -> Iterator[Path]:
         )
     status = path.stat()
     if (status.st_dev, status.st_ino) not in parents:
-        # late: it imports numpy, which a start without staging does not need
+        # imported late, because it needs numpy, which a start without staging does not
         from headway.data.shards.packing import is_unfinished_marker
 
         for entry in sorted(path.iterdir()):
@@ -231,7 +231,7 @@ def _check_space(missing: Sequence[StagedFile], directory: Path) -> None:
 
 def _warn_of_unfinished(staged: Sequence[StagedFile], sources: Sequence[str | os.PathLike[str]]) -> None:
     """Warns of sources with shards that were not packed completely, because loaders of the copy cannot tell."""
-    from headway.data.catalog import warn_of_unfinished  # late: see _walk
+    from headway.data.catalog import warn_of_unfinished  # imported late: see _walk
 
     shards = [file.source for file in staged if file.source.suffix == ".tar"]
     for source in map(Path, sources):

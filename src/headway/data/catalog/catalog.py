@@ -56,7 +56,7 @@ class Dataset:
             return sorted(self.path / name for name in names if name.endswith(".tar") and name[0] != ".")
 
     def bytes(self) -> int:
-        """Returns the bytes of all its shards that exist: links may lead to files that were removed."""
+        """Returns the total bytes of its shards that exist: links may lead to files that were removed."""
         shards, sizes = self.shards(), list[int]()
         with storage(f"list {self.path}"):
             for path in shards:
@@ -191,7 +191,7 @@ def _side_files(shard: Path) -> list[Path]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be the name of a dataset: one to four words, separated by slashes."""
+    """Whether a string can be the name of a dataset: one to four words, separated by slashes."""
     parts = text.split("/")
     return len(parts) <= 4 and all(_NAME_PART.fullmatch(part) for part in parts)
 
@@ -212,7 +212,7 @@ def _parts(name: str) -> list[str | None]:
 def _below(directories: list[Path], wanted: tuple[str | None, ...], unreadable: list[Path]) -> Iterator[Path]:
     """Yields the directories below that match the wanted names, one per level; None stands for any name.
 
-    Those that this user cannot read are added to `unreadable`: who may read what differs with the confidentiality.
+    Those that this user cannot read are added to `unreadable`: permissions differ between levels of confidentiality.
     """
     for directory in directories:
         try:

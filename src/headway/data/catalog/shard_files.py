@@ -70,7 +70,7 @@ def find_shards(name: str, spec: ShardSpec, catalog: Catalog | None = None) -> l
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text may stand for several paths: with wildcards as for `glob`, or with braces."""
+    """Whether a string may stand for several paths: with wildcards as for `glob`, or with braces."""
     return "{" in text or has_magic(text)
 
 
@@ -150,7 +150,7 @@ _GIVE_SHARDS = "give a directory, a pattern or a list"
 
 
 def _suggestion(text: str) -> str:
-    """Suggests directories below with shards: people forget train or val."""
+    """Suggests subdirectories that have shards: users forget train or val."""
     below = sorted({str(path.parent) for path in Path(text).glob("*/*.tar")})[:5]
     return f"there are some in {', '.join(below)}" if below else _GIVE_SHARDS
 

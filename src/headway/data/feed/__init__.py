@@ -1,1 +1,1 @@
-"""From the host to a device: batch_mover chooses how, device_feed copies beside training, nested finds tensors."""
+"""Moves batches to a device: batch_mover chooses how, device_feed copies during training, nested finds tensors."""

@@ -27,7 +27,7 @@ class BatchMover(NamedTuple):
 def moving(loader: Iterable[Any], device: torch.device) -> Iterator[BatchMover]:
     """Yields the mover for the batches of a loader; copies to a GPU overlap with computation.
 
-    Open the loader within this context. Threads of the loader copy or pin its batches, if it has any. If the batches
+    Open the loader within this context. If it has threads of its own, they copy or pin its batches. If the batches
     are in memory already, a thread of the feed copies them. Any other loader makes its batches on the training thread,
     one at a time: it may draw random numbers, and has a position that is saved.
     """

@@ -39,7 +39,7 @@ class StagedBatch(NamedTuple):
     ready: torch.cuda.Event
     """recorded when the batch is complete"""
     device: torch.device | None = None
-    """where objects in the batch that move themselves are still to be moved"""
+    """the device for objects in the batch that move themselves, which `hand_over` moves"""
 
     def hand_over(self) -> Any:
         """Returns the batch for use on the current stream, which waits for it; the host does not."""
@@ -52,7 +52,7 @@ class StagedBatch(NamedTuple):
                 streams[tensor.device].wait_event(self.ready)
             # the allocator must not reuse its memory before this stream is done with it
             tensor.record_stream(streams[tensor.device])
-        # objects on the current stream: the tensors within them are not known, to be recorded
+        # objects move on the current stream: their tensors are not known, and cannot be recorded
         return self.batch if self.device is None else to_device(self.batch, self.device)
 
 

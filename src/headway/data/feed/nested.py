@@ -37,7 +37,7 @@ def find_tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def find_leaves(batch: Any) -> Iterator[Any]:
-    """Yields what a batch contains: tensors, objects that move themselves, numbers, texts and the like."""
+    """Yields what a batch contains: tensors, objects that move themselves, numbers, strings and the like."""
     if isinstance(batch, Tensor) or moves_itself(batch):
         yield batch
     elif isinstance(batch, Mapping | tuple | list) or is_record(batch):
@@ -57,7 +57,7 @@ def parts_of(batch: Any) -> list[Any]:
 
 
 def moves_itself(part: object) -> bool:
-    """Whether an object moves its tensors with its own `to`, as a `PackedSequence`, which keeps some on the CPU."""
+    """Whether an object moves its tensors with its own `to`, as `PackedSequence` does, which keeps some on the CPU."""
     kind = type(part)
     if kind in (tuple, list, dict, str, int, float) or isinstance(part, Tensor | Mapping | type):
         return False

@@ -21,7 +21,7 @@ from headway.data.images.draws import ColorOp, Column, Factor, Flag
 GRAY = (0.2989, 0.587, 0.114)
 BLUR_RADIUS = 4  # pixels: 9 taps, as in DINOv2
 SOLARIZE_FROM = 128.0
-_MIN_WEIGHT = 1e-4  # of a pixel in a blur: less changes no level
+_MIN_WEIGHT = 1e-4  # of a pixel in a blur: a smaller weight changes no level
 
 
 @final
@@ -112,7 +112,7 @@ def shift_hue(crop: Tensor, shift: float) -> None:
 
 
 def _is_positive(values: Tensor) -> Tensor:
-    """Turns numbers that are at least 0 into 1 where they are above it; several times as fast as a comparison."""
+    """Turns nonnegative numbers into 1 where they are above 0; several times as fast as a comparison."""
     return values.mul_(1e6).clamp_(max=1)
 
 

@@ -136,7 +136,7 @@ def resize(pixels: Pixels, ints: npt.NDArray[np.int32], size: int, interpolation
 
 
 def _resize_reduced(image: DrawnImage, ints: npt.NDArray[np.int32], size: int, interpolation: str) -> Tensor:
-    """Does the same as `resize` for a reduced image, by Pillow, because boxes may begin and end within pixels."""
+    """Does the same as `resize` for a reduced image, with Pillow, because boxes may begin and end within pixels."""
     from PIL import Image
 
     top, left, height, width, rows, columns, row, column = (int(value) for value in ints[:8])

@@ -1,4 +1,4 @@
-"""Computes a window of a resized image without the rest of it, for images of extreme ratios on the CPU.
+"""Computes a window of a resized image without the rest of it, for images of extreme aspect ratios on the CPU.
 
 An image of 60000 x 1 pixels whose short side becomes 256 has 4 billion pixels, of which a crop of the center needs few.
 The result equals torch's and Pillow's resizing of bytes with antialiasing to the last bit: weights are whole numbers,

@@ -60,7 +60,7 @@ class BatchSplit:
         return 0, 1
 
     def global_size(self) -> int:
-        """Returns the samples of all ranks together in a full batch."""
+        """Returns the number of samples in a full batch, over all ranks."""
         world_size = self.rank_and_world_size()[1]
         if self.batch_size is not None:
             return self.batch_size * world_size

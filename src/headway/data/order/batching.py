@@ -60,11 +60,11 @@ class EpochBatcher:
         """an epoch and the position at which it begins; changes when datasets are added or removed"""
 
     def size(self) -> int:
-        """Returns the samples of all ranks together in a full batch."""
+        """Returns the number of samples in a full batch, over all ranks."""
         return self._split.global_size()
 
     def pass_samples(self) -> int:
-        """Returns the samples of all ranks together in a pass."""
+        """Returns the number of samples in a pass, over all ranks."""
         return self.samples if self._steps is None else self._steps * self.size()
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class EpochBatcher:
         return self._shuffle and self._tail == "carry"
 
     def length(self, epoch: int) -> int:
-        """Returns the batches of this rank in a whole pass."""
+        """Returns the number of batches of this rank in a whole pass."""
         whole, rest = divmod(self._boundary(epoch + 1) - self.start(epoch), self.size())
         if self._tail == "pad":
             return whole + bool(rest)

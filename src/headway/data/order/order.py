@@ -181,6 +181,6 @@ def check_same_order(state: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 
 
 def list_differences(state: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Returns the settings of a saved position that differ from ours, as text; an empty text if all are equal."""
+    """Returns the settings of a saved position that differ from ours, as text; an empty string if all are equal."""
     differing = (name for name in ours if state[name] != ours[name])
     return "; ".join(f"{name} {state[name]} there, {ours[name]} here" for name in differing)

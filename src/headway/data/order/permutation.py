@@ -50,7 +50,7 @@ def derive_keys(first: int, *parts: UInts) -> UInts:
 
 
 def hash_streams(keys: UInts, numbers: UInts) -> UInts:
-    """Returns words number `numbers` of the splitmix64 streams that begin at the keys; no generator state is needed."""
+    """Returns the words at places `numbers` of the splitmix64 streams that begin at the keys; no state is needed."""
     return _mix_array(keys + (numbers + np.uint64(1)) * np.uint64(_GOLDEN))
 
 

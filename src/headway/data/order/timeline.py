@@ -1,9 +1,10 @@
 """The timeline of a mix: which dataset each position of the stream belongs to, in exact proportions.
 
 How many samples each dataset has contributed after k samples is a formula, not a series of draws: the k samples are
-split between two halves of the datasets, each part again, rounding to nearest. The error stays below one sample per
-level of that tree, whatever k is; i.i.d. draws are off by hundreds after a million. A change of weights begins a new
-segment, and the list of segments is all that must be saved. A segment may have other datasets than the one before.
+split between two halves of the datasets, and so on within each half, rounding to nearest. The error stays below one
+sample per level of that tree, whatever k is; i.i.d. draws are off by hundreds after a million. A change of weights
+begins a new segment, and the list of segments is all that must be saved. A segment may have other datasets than the
+one before.
 
 Datasets are identified by name: a segment splits them in the order of their names, whatever the order of its keys. (In
 version 1 of the order, the order of the keys counted.)
@@ -148,7 +149,7 @@ class Timeline:
         return _Split(numbers, convert({name: weights[name] for name in names}), before)
 
     def _counts(self, split: _Split, samples: int) -> Ints:
-        """Returns the samples of every dataset after some samples of a segment."""
+        """Returns the number of samples of every dataset after this many samples of a segment."""
         counts = split.before.copy()
         counts[split.numbers] += count_by_dataset(np.array([samples]), split.weights, self._split)[:, 0]
         return counts
@@ -174,7 +175,7 @@ class Timeline:
         return next((segment.start for segment in self.segments if not gone or segment.start > gone[-1]), 0)
 
     def counts_at(self, position: int) -> dict[str, int]:
-        """Returns the samples of each dataset before a position, including removed datasets."""
+        """Returns the number of samples of each dataset before a position, including removed datasets."""
         number = self._segment_of(np.array([position]))[0]
         counts = self._counts(self._splits[number], position - self.segments[number].start)
         return dict(zip(self._known, counts.tolist(), strict=True))

@@ -171,7 +171,7 @@ class SampleReader:
             self._finish(chunk, samples, began)
 
     def _read_by_process(self, pool: ReaderPool, locations: Sequence[SampleLocation], chunk: Chunk) -> int:
-        """Lets another process read samples, if one is ready, and returns how many are done; reads those here that the
+        """Lets another process read samples, if one is ready, and returns how many are done; reads here those that the
         process declined."""
         done = 0
         while done < len(locations):

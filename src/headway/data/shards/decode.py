@@ -281,7 +281,7 @@ def decode_reduced(data: memoryview, size: tuple[int, int], factor: int) -> Pixe
 
 
 def _pillow_draft(height: int, width: int, data: memoryview) -> Pixels:
-    """Decodes a JPEG by Pillow at the smallest scale that gives at least these sides."""
+    """Decodes a JPEG with Pillow at the smallest scale that gives at least these sides."""
     with _open_image(data) as image:
         image.draft("RGB", (max(1, width), max(1, height)))
         return np.asarray(image.convert("RGB"))
@@ -415,7 +415,7 @@ def _pillow(data: memoryview, limits: ShardLimits, *, keep: bool = False) -> npt
 
 
 def _open_image(data: memoryview) -> Any:
-    """Reads the header of an image by Pillow. `Image.open` would add a limit of its own to ours."""
+    """Reads the header of an image with Pillow. `Image.open` would add a limit of its own to ours."""
     try:
         from PIL import Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
     except ModuleNotFoundError as error:
@@ -450,7 +450,7 @@ def _check_scans(data: memoryview, limits: ShardLimits) -> None:
 
 
 def _above(limit: str, value: int, found: str, unit: str = "") -> ValueError:
-    """Returns the error for an image or a text that exceeds a limit, with the setting that raises it."""
+    """Returns the error for an image or a string that exceeds a limit, with the setting that raises the limit."""
     return ValueError(
         f"{found} more than {value} {unit or limit}; if that is intended, set ShardLimits({limit}=...)"
     )

@@ -134,7 +134,7 @@ class DaliIndex(ShardEntries):
             block = self._blocks[place] = self._block(place)
         if block is not None:
             return block.locate(number % _BLOCK_LINES)
-        words = self._words(number)  # parsing one line also tells what is wrong with it
+        words = self._words(number)  # parsing a single line also finds what is wrong with it
         self._seen.add(place)
         return store(_key(words), self._parts(number, words))
 
@@ -163,7 +163,7 @@ class DaliIndex(ShardEntries):
         return _LineBlock([_text(name).lower() for name in extensions], spans, [*map(_text, keys)])
 
     def _are_valid(self, offsets: Ints, sizes: Ints) -> bool:
-        """Whether parts x samples lie in the shard, within the limits, and those of each sample beside each other."""
+        """Whether parts x samples lie in the shard, within the limits, and those of each sample next to each other."""
         ends = offsets + sizes
         gaps = offsets[1:] - ends[:-1]
         inside = (offsets % BLOCK_BYTES == 0) & (offsets >= BLOCK_BYTES) & (ends <= self._size)

@@ -28,11 +28,11 @@ class LabelOrder:
         return len(self._labels)
 
     def add(self, shard: int, sample: int, label: int) -> None:
-        """Adds a label, given the number of its shard and of the sample within; in any order, each sample once."""
+        """Adds a label, given its shard and its sample within the shard by number; in any order, once per sample."""
         self._labels[shard, sample] = label
 
     def dependence(self) -> str:
-        """Describes how often neighbors have the same label, if that is not chance; else returns an empty text."""
+        """Describes how often neighbors have the same label, if that is not chance; else returns an empty string."""
         if len(self) < _MIN_LABELS:
             return ""
         shard, sample, label = np.array([(*at, label) for at, label in self._labels.items()], np.int64).T

@@ -53,7 +53,7 @@ from headway.errors import BadSample, BadShard
 @final
 @dataclass(frozen=True)
 class ShardIndex:
-    """Where the samples of a shard are. Much cheaper to keep than to read again, or than an open shard."""
+    """Where the samples of a shard are. Keeping it is much cheaper than reading it again or keeping the shard open."""
 
     entries: ShardEntries
     version: Version
@@ -212,7 +212,7 @@ class Shard:
     def _read_scattered(
         self, number: int, key: str, names: Sequence[str], spans: Sequence[int]
     ) -> dict[str, memoryview]:
-        """Reads parts one by one, because an index may list them in any order; the CRC32 takes them by offset."""
+        """Reads parts one by one, because an index may list them in any order; the CRC32 is of the parts by offset."""
         assert isinstance(self._data, ShardFile)
         parts = [*map(SamplePart, names, spans[::2], spans[1::2])]
         found = {

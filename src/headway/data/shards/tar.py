@@ -115,7 +115,7 @@ def members(
 
 
 def _check_end(data: Readable, offset: int, where: str) -> None:
-    """Refuses an end marker that is followed by more than padding: files behind it would be lost silently."""
+    """Refuses an end marker that is followed by more than padding: files after it would be lost silently."""
     rest = len(data) - offset
     if rest > (_MAX_PADDING_BYTES if offset else RECORD_BYTES) or data[offset : offset + rest].strip(b"\0"):
         raise BadShard(

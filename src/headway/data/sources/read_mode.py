@@ -21,9 +21,9 @@ _MAX_GPU_READERS = 3  # more would read faster than a GPU decodes
 _MIN_REQUEST_SAMPLES = 128  # a request costs as much as a few small samples
 _SMALL_SAMPLE_S = 50e-6  # CPU time
 _MAX_WAIT = 4  # elapsed time per CPU time: threads that wait only for the interpreter take less
-_MARGIN = 4  # by which samples that processes read may be slower and still count as small: machines are busy
+_MARGIN = 4  # samples that processes read count as small even if this many times slower: machines are busy
 _RECENT_BATCHES = 16  # that the decision depends on
-_MIN_WAITED_S = 1.0  # before processes are started, which takes half of it
+_MIN_WAITED_S = 1.0  # before processes are started, which takes half as long
 _MIN_WAITED_SHARE = 0.1  # of the loop's time
 
 

@@ -125,7 +125,7 @@ class SlotReader:
                     break
                 rows.append(None)
             except (HeadwayError, OSError):
-                rows.append(None)  # the rank finds out why
+                rows.append(None)  # the rank reads it, and reports why it fails
         return rows, time.perf_counter()
 
     def _read_encoded(self, dataset: int, shard: int, number: int) -> SampleRow | None:
@@ -168,7 +168,7 @@ class SlotReader:
                     break
                 sample, read = None, 0
             except (HeadwayError, OSError):
-                sample, read = None, 0  # the rank finds out why
+                sample, read = None, 0  # the rank reads it, and reports why it fails
             begun.append(sample)
             count += read
         ended = time.perf_counter()

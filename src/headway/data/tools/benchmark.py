@@ -24,9 +24,9 @@ from headway.system.limits import usable_cpus
 from headway.system.text import plural
 
 _MEMCPY_BYTES = 64 * 2**20
-_BLOCK_SAMPLES = 256  # between two looks at the clock
+_BLOCK_SAMPLES = 256  # between two checks of the clock
 _MAX_SAMPLES = 2048  # held in memory
-_MIN_EFFICIENCY = 0.8  # relative to the slower stage: below, the loader itself is the bottleneck
+_MIN_EFFICIENCY = 0.8  # relative to the slower stage: below it, the loader itself is the bottleneck
 
 
 @final

@@ -32,7 +32,7 @@ def _cubic(x):
 
 @triton.jit
 def _weights(outputs, inputs, scale, size, CUBIC: tl.constexpr):
-    """Returns how much each input pixel counts for each output pixel, about normalized; 0 outside of the box."""
+    """Returns how much each input pixel counts for each output pixel, roughly normalized; 0 outside of the box."""
     spread = tl.maximum(scale, 1.0)
     distance = (inputs.to(tl.float32) + 0.5 - (outputs.to(tl.float32) + 0.5) * scale) / spread
     if CUBIC:

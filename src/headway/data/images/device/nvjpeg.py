@@ -76,7 +76,7 @@ class _State:
 
 @final
 class JpegDecoder:
-    """Decodes batches of JPEGs on a stream of its own. For one thread.
+    """Decodes batches of JPEGs on a stream of its own. Use it on one thread only.
 
     The JPEGs must be plain (`plain_jpeg_size` says which are), and of the stated sizes: nvJPEG writes as many pixels as
     the header says.

@@ -34,7 +34,7 @@ class PinnedMemory(threading.local):
 
 @final
 class HostPinning:
-    """Pins memory for a GPU that was allocated elsewhere, and is shared with other processes."""
+    """Pins memory that was allocated elsewhere, and is shared with other processes, for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
