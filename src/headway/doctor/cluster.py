@@ -39,7 +39,7 @@ class NodeReport:
     versions: Mapping[str, str] = field(default_factory=dict)
     checks: Sequence[CheckResult] = ()
     rates: Mapping[str, float | str] = field(default_factory=dict)
-    """of storage, by operation; a text if it failed"""
+    """of storage, by operation; the error message if it failed"""
     gpus: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
@@ -130,7 +130,7 @@ def versions(found: Mapping[str, Mapping[str, str]]) -> CheckResult:
 
 
 def storage_rate(what: str, found: Mapping[str, float | str]) -> CheckResult:
-    """Checks a rate of storage by host, in MB/s; a text in its place is the error of that node.
+    """Checks a rate of storage by host, in MB/s; a string in place of a rate is that node's error.
 
     >>> storage_rate("data read: /data", {"n1": 900.0, "n2": 1100.0}).detail
     '/data: 1,000 MB/s on each of 2 nodes'

@@ -1,4 +1,4 @@
-"""Examines the nodes of a job, as its ranks: `python -m headway.doctor.examination RESULT [DATA ...]`.
+"""Examines the nodes of a job; each rank runs `python -m headway.doctor.examination RESULT [DATA ...]`.
 
 Every rank tests its links to the others; local rank 0 reports on its node. Rank 0 writes the verdicts to RESULT, as
 JSON in the run directory, and prints a line per check. All ranks exit with 1 if a run would fail.
