@@ -32,13 +32,13 @@ class Calibration:
     experts: float = 0.93
     """The same for the grouped products of experts, whose tokens are uneven."""
     serial: float = 0.5
-    """Fraction of the shorter of arithmetic and memory traffic of a product that does not overlap the longer."""
+    """Of a product's arithmetic and memory traffic, the fraction of the shorter that does not overlap the longer."""
     attention: float = 0.62
     """Fraction of the best matrix product's rate that fused attention reaches, forward, in torch."""
     fused_attention: float = 0.7
     """The same in Megatron (cuDNN's kernels)."""
     attention_backward: float = 2.5
-    """Time of fused attention's backward over its forward pass: five products instead of two."""
+    """Time of fused attention's backward pass relative to its forward pass: five products instead of two."""
     memory: float = 0.871
     """Fraction of the copy bandwidth that elementwise kernels reach."""
     kernel_s: float = 9e-6
@@ -54,7 +54,7 @@ class Calibration:
     jitter: float = 0.01
     """Standard deviation of a rank's step over its mean: all wait for the slowest. Assumed; fits give 0.01 to 0.014."""
     scale: float = 1.0
-    """Measured over predicted time of the device, once a module has been measured."""
+    """Measured time of the device relative to the predicted time, once a module has been measured."""
     host_forward: float = 1.0
     """Host time per kernel in the forward pass, in units of kernel_s."""
     host_backward: float = 1.0

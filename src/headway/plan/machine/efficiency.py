@@ -31,7 +31,7 @@ _BLACKWELL = replace(
     matrix_fp8=0.863,
     experts=0.863,
     attention=0.62,  # torch's kernels over cuDNN's, as on Hopper
-    fused_attention=1.0,  # the exponentials beside the products are counted: `Device.exponentials_T`
+    fused_attention=1.0,  # the exponentials are counted in addition to the products: `Device.exponentials_T`
     source="fitted on 14 published B200, B300, GB200 and GB300 steps",
 )
 _CONSTANTS = {"ampere": _AMPERE, "hopper": _HOPPER, "blackwell": _BLACKWELL}

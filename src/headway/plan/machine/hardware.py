@@ -42,7 +42,7 @@ class Device:
     nvlink_GBps: float | None = None
     """One direction, all links together; None if peers communicate over PCIe."""
     peers: float | None = None
-    """Number of GPUs to which it has a direct link each; None: a switch gives all links to any pair."""
+    """Number of GPUs to each of which it has a direct link; None: a switch gives all links to any pair."""
     pcie_GBps: float = 31
     watts: float = 400
     achievable: float = 0.8

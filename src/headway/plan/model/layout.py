@@ -93,7 +93,7 @@ class Layout:
     expert_tp: int | None = None
     """Ranks that split one expert; tp if not given. With 1, ep may span dp x cp x tp ranks (folding)."""
     sequence_parallel: bool = False
-    """Split the activations that tensor parallelism replicates along the sequence."""
+    """Split the activations that tensor parallelism replicates, along the sequence."""
     zero: int = 0
     """ZeRO stage. 0: replicated. 1: optimizer sharded over dp. 2: gradients, too. 3: parameters, too (FSDP)."""
     shard: int | None = None
@@ -116,8 +116,8 @@ class Layout:
     pure-bf16 8."""
     optimizer: OptimizerName = "adamw"
     """Moments: adamw 2, adamw8bit 2 in 8 bits, adamw-bf16 2 in 16 bits (DeepSeek-V3), lion, muon and sgd-momentum 1,
-    sgd none. adamw is torch's default on a GPU, adamw-foreach, which needs a temporary copy of the weights; adamw-fused
-    needs none."""
+    sgd none. adamw means torch's default on a GPU, adamw-foreach, which needs a temporary copy of the weights;
+    adamw-fused needs none."""
     flash: bool = True
     """Fused attention: no score matrix in memory."""
     loss_chunks: int = 1

@@ -102,9 +102,9 @@ class StateSpace:
     channels: int
     """Channels of the short convolution."""
     state: int
-    """Numbers of state per inner channel."""
+    """State elements per inner channel."""
     steps: int = 0
-    """Width of the products that find steps, inputs and outputs of the state after the convolution (Mamba 1)."""
+    """Width of the products that compute steps, inputs and outputs of the state after the convolution (Mamba 1)."""
     extra: int = 0
     """Other weights: convolution, decays, norms, biases."""
 

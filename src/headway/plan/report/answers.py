@@ -97,10 +97,10 @@ _TIME_FORMULAS = {
     "tensor parallel": "4 all-reduces per layer (6 with full recompute): 2(n-1)(latency + bytes/n / bandwidth)",
     "context parallel": "exchange of keys and values that scores do not hide, merging of outputs, causal imbalance",
     "expert parallel": "4 all-to-alls per mixture-of-experts layer",
-    "launches": "layers with experts: 200 kernels that the device awaits, and those of its experts that it outruns",
+    "launches": "layers with experts: 200 kernels that the device waits for, and expert launches that outlast its work",
     "pipeline sends": "boundary activations, forward and backward, for each microbatch and chunk",
     "pipeline bubble": "(p - 1)/v stage times, and the wait for the slowest stage",
-    "data parallel": "reduce (with ZeRO 2 for each microbatch) and gather, what the backward pass does not overlap",
+    "data parallel": "reduce (with ZeRO 2 for each microbatch) and gather, except for what the backward pass overlaps",
     "stragglers": "jitter x sqrt(2 ln GPUs) of the rest: every rank waits for the slowest",
     "optimizer": "bytes of the state, read and written once / HBM",
 }
