@@ -1,4 +1,4 @@
-"""Before a run: what will it cost? Estimates memory, time and cost of a model and a layout, without importing torch.
+"""Estimates memory, time and cost of a model and a layout before a run, without importing torch.
 
 import headway as hw
 

@@ -36,7 +36,7 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = _MAX_BYTES) -> st
         raise UsageError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except UsageError:
         raise
-    except ValueError as error:  # no path of any file: it has a null byte or half a character
+    except ValueError as error:  # not a valid path: it has a null byte or half a character
         raise UsageError(f"cannot read {file}: {error}; give the path of {what}") from error
 
 

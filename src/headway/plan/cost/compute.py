@@ -29,8 +29,8 @@ FUSED_LOSS_BYTES = 20
 EAGER_LOSS_BYTES = 36
 """The same in eager torch: cast (6 bytes), log-softmax (8), its gradient (4 filled, 12), cast back (6)."""
 PERMUTE_PASSES = {"fused": 4, "all-to-all": 6}
-"""Reads and writes of the routed tokens in a forward pass: into the order of the experts, and back. Beside an
-all-to-all they are copied for their experts, sorted by expert where they arrive, sorted back, and added up."""
+"""Reads and writes of the routed tokens in a forward pass: into the order of the experts, and back. With an
+all-to-all, they are copied for their experts, sorted by expert where they arrive, sorted back, and added up."""
 EXPERT_ROWS = 1000
 """Tokens of an expert at which its products reach half of their rate: loading its weights and filling its first tiles
 take the same time for any number of tokens. Chosen among 250, 500, 1000 and more with the published steps of H100 in
@@ -126,7 +126,7 @@ def _projections(model: Transformer, layout: Layout, tokens: float) -> list[Gemm
 
 
 SCAN_FLOPS = 7
-"""FLOPs of a scan per token, inner channel and number of state, forward (as Megatron-LM counts them)."""
+"""FLOPs of a scan per token, inner channel and state element, forward (as Megatron-LM counts them)."""
 
 
 def _state_space_gemms(model: Transformer, layout: Layout, tokens: float) -> list[Gemm]:

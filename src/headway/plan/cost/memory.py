@@ -19,7 +19,7 @@ LOGIT_BYTES_MEGATRON = 6
 COLLECTIVE_BYTES = 0.5 * GIB
 """Buffers of the communicators of a process (unverified; between 0 and 1 GiB)."""
 COMPILED_RATIO = 0.88
-"""torch.compile recomputes cheap operations: in torchtitan's Llama 3 8B, 66 GiB beside the states become 61."""
+"""torch.compile recomputes cheap operations: in torchtitan's Llama 3 8B, 66 GiB besides the states become 61."""
 
 
 class ReserveFactor(NamedTuple):
@@ -121,7 +121,7 @@ def _accumulated_gradients(
     """Full gradients that accumulate until they are scattered.
 
     FSDP without resharding scatters them after the last microbatch, ZeRO 2 with several chunks after each run of one
-    chunk's backward passes. In a step of one run, and always with ZeRO 2, only one chunk has full gradients.
+    chunk's backward passes. In a step with one such run, and always with ZeRO 2, only one chunk has full gradients.
     """
     in_turn = layout.vpp > 1 and (
         layout.zero == 2 or schedule.chunk_runs(layout.pp, layout.microbatches, layout.vpp) == 1

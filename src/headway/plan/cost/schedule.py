@@ -14,7 +14,7 @@ from headway.plan.model.transformer import Transformer
 def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1, schedule: str = "1f1b") -> int:
     """The maximum number of chunk activations that a rank keeps (of `vpp` chunks and `microbatches` each).
 
-    1F1B warms up with p - stage forward passes, but at most one per microbatch: a minimum, not a maximum.
+    1F1B warms up with p - stage forward passes, but at most one per microbatch: the smaller of the two numbers.
     Interleaved: Narayanan et al. 2021, section 2.2; on stage 0 that is Korthikanti's L(1 + (p-1)/(pv)).
     Zero-bubble: a later stage delays weight gradients, and therefore keeps as many as the first one.
 
@@ -32,7 +32,7 @@ def in_flight(pp: int, microbatches: int, stage: int, vpp: int = 1, schedule: st
 
 
 def chunk_runs(pp: int, microbatches: int, vpp: int) -> int:
-    """Runs of consecutive backward passes of one chunk in a step: one per group of pp microbatches.
+    """The number of runs of consecutive backward passes of one chunk in a step: one per group of pp microbatches.
 
     With one chunk per rank, each pass counts as a run.
 
@@ -147,7 +147,7 @@ def stage_layers(model: Transformer, pp: int, vpp: int = 1) -> tuple[StageLayers
 
 @lru_cache(maxsize=4096)
 def distinct_stages(model: Transformer, pp: int, vpp: int = 1) -> tuple[int, ...]:
-    """The stages among which the fullest is: first, last, and the earliest of each kind between them.
+    """The stages that include the fullest one: first, last, and the earliest of each kind between them.
 
     Of two stages with the same layers the earlier one has at least as many microbatches in flight.
     """

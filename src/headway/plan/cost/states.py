@@ -84,7 +84,7 @@ def _on_rank(model: Transformer, tp: int, pp: int, vpp: int, experts_over: int, 
 
 
 def _encoder_on_rank(model: Transformer, tp: int) -> float:
-    """The encoder, which is on the decoder's only stage."""
+    """Parameters of the encoder, which is on the decoder's only stage."""
     stack = model.encoder_stack
     if stack is None:
         return 0.0

@@ -236,7 +236,7 @@ def _over_experts(
 
 TP_HIDDEN = 0.45
 """Fraction of tensor-parallel communication that products hide if it is split into pieces: torchtitan's Llama 3 70B
-takes 27.4 s without and 25.1 s with asynchronous tensor parallelism, of about 5 s of communication."""
+takes 27.4 s without and 25.1 s with asynchronous tensor parallelism, and communicates for about 5 s."""
 
 
 def _context_parallel(
@@ -357,7 +357,7 @@ def _data_parallel(
 
 
 OVERLAP_COST = 0.2
-"""A hidden collective slows the products beside it: its kernels take 16 to 32 of 108 to 132 multiprocessors."""
+"""A hidden collective slows concurrent products: its kernels take 16 to 32 of 108 to 132 multiprocessors."""
 
 
 def _over_shards(

@@ -174,7 +174,7 @@ def build(cls: type[T], where: str, given: object) -> T:
 
 
 def _with_parts(keys: dict[str, object]) -> dict[str, Any]:
-    """Replaces the nested sections of a model by their dataclasses. Its name is text, also if YAML reads a date."""
+    """Replaces the nested sections of a model by their dataclasses. Its name is text, even if YAML reads a date."""
     parts: dict[str, type] = {
         "moe": Moe, "mla": Mla, "image": Image, "state_space": StateSpace, "encoder": Encoder
     }  # fmt: skip

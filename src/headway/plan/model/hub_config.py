@@ -33,7 +33,7 @@ class HubConfig:
         return found.count(value) if isinstance(found, list) else 0
 
     def refuse_list(self, key: str) -> None:
-        """Refuses a list of single layers that differ from the others: the parameter count does not include them."""
+        """Refuses a list of individual layers that differ from the rest: the parameter count does not include them."""
         if self._data.get(key):
             raise UsageError(
                 f"{self._where}: {key} is {self._data[key]!r:.80}; expected an empty list or none"

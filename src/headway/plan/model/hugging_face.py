@@ -25,7 +25,7 @@ def from_hf_config(path: str | Path) -> Transformer:
     kind = data.get("model_type")
     checks.require_choice(f"{file}: model_type", kind, tuple(_READERS))
     config = HubConfig(data, str(file))
-    # families that do not use it may have it, but not any value
+    # configs of families that do not use a window may have one, but its value must be valid
     config.number("sliding_window", 0, at_least=0)
     model = _READERS[str(kind)](config)
     extra = model.layer_extra + _switched_biases(config, str(kind), model)
@@ -169,7 +169,7 @@ def _qwen2_moe(c: HubConfig) -> Transformer:
 
 def _olmo2(c: HubConfig) -> Transformer:
     base = read_decoder(c)
-    # queries and keys are normed as a whole
+    # queries and keys are normalized as a whole
     return replace(base, layer_extra=(base.heads + base.kv) * base.dim)
 
 

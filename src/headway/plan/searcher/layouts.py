@@ -60,7 +60,7 @@ class SearchResult:
     tried: int
     fitting: int
     ranked: list[Candidate]
-    """The fastest first; those that fit only without the upper end of their interval come last."""
+    """The fastest first; those that may not fit at the upper end of their interval come last."""
     pareto: list[Candidate]
     """Layouts for which no other one is both faster and smaller."""
     smallest: float

@@ -17,7 +17,7 @@ from headway.plan.tracer.kernels import Kernel, launch_seconds
 from headway.plan.tracer.settings import TraceSettings
 
 # error on eight models on one H200: allocated -0.3 to +0.7 %, reserved -1.3 to +0.5 %; but reserved +18 % on GPT-2 124M
-# with a batch of 32, whose measurement had the workspaces of a batch before, and -13 % on nn.TransformerEncoderLayer
+# with a batch of 32, which was measured with workspaces of an earlier batch, and -13 % on nn.TransformerEncoderLayer
 ALLOCATED_LOW, ALLOCATED_HIGH = 0.99, 1.02
 RESERVED_LOW, RESERVED_HIGH = 0.84, 1.16
 # error on two torchtitan runs with FSDP: reserved -6.9 and -2.3 %
@@ -65,7 +65,7 @@ class TraceResult:
         return sum(kernel.flops * count for kernel, count in self.kernel_counts.items())
 
     def seconds(self, node: Node, constants: Calibration) -> tuple[float, float, float]:
-        """Seconds of matrix products and other kernels on the device, and of launches on the host beside them."""
+        """Seconds of matrix products and other kernels on the device, and of their launches on the host."""
         products = others = 0.0
         for kernel, count in self.kernel_counts.items():
             if kernel.flops:

@@ -25,7 +25,7 @@ _CUDA_FP32 = (
     "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy_with_logits",
     "logsumexp", "nll_loss_nd",
 )  # fmt: skip
-# operations that return fp32 under CUDA's autocast unless the caller gives a dtype; cross_entropy gives its input's
+# operations that return fp32 under CUDA's autocast unless the caller gives a dtype; cross_entropy keeps its input's
 _CUDA_FP32_RESULT = (
     "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "cumsum", "cumprod",
 )  # fmt: skip

@@ -184,7 +184,7 @@ def _bytes(leaf: Any) -> int:
 
 
 def _precision(name: str, args: tuple[Any, ...]) -> str:
-    """Returns the precision of a product on CUDA: of fp32, cuDNN rounds to TF32, and cuBLAS if the script allows it."""
+    """Returns the precision of a product on CUDA: cuDNN rounds fp32 to TF32, cuBLAS only if the script allows it."""
     leaves = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
     if any(leaf.is_floating_point() and leaf.dtype != torch.float32 for leaf in leaves):
         return "bf16"

@@ -41,7 +41,7 @@ class TrainingSetup:
     model: nn.Module
     batch: Any
     forward: Callable[[], Any]
-    """Returns the loss, or an output that has it."""
+    """Returns the loss, or an output that contains it."""
     optimizers: Callable[[list[nn.Parameter]], Sequence[torch.optim.Optimizer]]
     """Called when the model is sharded, which replaces its parameters."""
     keeps_gradients: bool = False
