@@ -443,7 +443,7 @@ def clock(skew: float) -> CheckResult:
         return warn(
             "clock",
             detail,
-            "running runs may be listed as lost: ask the site to synchronize clocks (chrony, ntp)",
+            "active runs may be listed as lost: ask the site to synchronize clocks (chrony, ntp)",
         )
     return ok("clock", "agrees with the file system's")
 

@@ -195,7 +195,7 @@ def clock_skew(found: Sequence[ClockOffset], hosts: Sequence[str]) -> CheckResul
         if each.certain_s > _SKEW_S
     ]
     if far:
-        advice = "silent runs and ages of checkpoints will be wrong: ask the site to synchronize clocks"
+        advice = "silent-run reports and checkpoint ages will be wrong: ask the site to synchronize clocks"
         return warn("clocks", f"compared with {hosts[0]}: {shorten_list(far, _NAMED)}", advice)
     if not found:
         return ok("clocks", "one node")
