@@ -221,7 +221,7 @@ def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
         return f"{text}: {'; or '.join(f'{way.change} -> {way.needed / GIB:.0f}' for way in fitting)}"
     if ways:
         return (
-            f"{text}; no two changes are enough, the best one: {ways[0].change} -> {ways[0].needed / GIB:.0f}"
+            f"{text}; no two changes are enough, the best is {ways[0].change} -> {ways[0].needed / GIB:.0f}"
         )
     return f"{text}; no known change lowers it: use more GPUs or a smaller model"
 

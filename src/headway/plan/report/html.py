@@ -163,7 +163,7 @@ def _remedies(plan: Estimate) -> str:
         f"<td class=number>{way.slowdown - 1:+.0%}</td><td>{'fits' if way.fits else 'does not fit'}</td></tr>"
         for way in plan.remedies
     )
-    return f"<h2>Changes that lower the memory</h2><table><tr><th>change<th>needs<th>GPU time<th></tr>{rows}</table>"
+    return f"<h2>Changes that reduce memory</h2><table><tr><th>change<th>needs<th>GPU time<th></tr>{rows}</table>"
 
 
 def _answers(plan: Estimate) -> str:

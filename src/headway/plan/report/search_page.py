@@ -65,7 +65,7 @@ def _scatter(found: SearchResult) -> str:
         f"<figure><svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='Time against memory'>{axes.draw()}"
         f"{''.join(dots.values())}<polyline points='{line}' fill=none stroke='{_ORANGE}' stroke-width=1.5 />"
         f"{''.join(marks)}{best}{name}</svg><figcaption>Each dot is a layout that fits; pale: perhaps not, at the "
-        "upper end of its interval. Orange: nothing is both faster and smaller. Red: the first of the table."
+        "upper end of its interval. Orange: nothing is both faster and smaller. Red: the first row of the table."
         f"{beyond}</figcaption></figure>"
     )
 
