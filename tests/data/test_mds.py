@@ -97,7 +97,7 @@ def no_samples(index: dict[str, Any], shard: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (pickled, r"column 'free' of .* is encoded as 'pkl', which is not read"),
+        (pickled, r"column 'free' of .* is encoded as 'pkl', which is not supported"),
         (other_version, r"has version 3: expected 2"),
         (not_copied, r"shard\.00000\.mds is missing: copy it, and pack again"),
         (packed_only, r"is missing: unpack shard\.00000\.mds\.zstd, or copy the shard"),

@@ -133,5 +133,5 @@ def test_masks_are_blocks_and_a_pure_function_of_sample_and_crop() -> None:
     found = masks(few, keys[[7, 300, 2]]).masks
     assert found.shape == (2, 3, 256) and found.dtype == torch.bool
     assert torch.equal(found, torch.from_numpy(drawn[:, [7, 300, 2]].reshape(2, 3, 256)))
-    with pytest.raises(UsageError, match="no whole number of patches of 15"):
+    with pytest.raises(UsageError, match="do not divide into patches of 15"):
         BlockMasks(patch=15)(Batch({"global_crops": torch.zeros(2, 3, 3, 224, 224)}), keys[:3])

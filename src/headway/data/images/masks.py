@@ -55,7 +55,7 @@ class BlockMasks:
         size = int(crops.shape[-1])
         if size % self.patch:
             raise UsageError(
-                f"crops of {size} pixels have no whole number of patches of {self.patch}: change patch= or the size"
+                f"crops of {size} pixels do not divide into patches of {self.patch}: change patch= or the size"
             )
         side = size // self.patch
         masks = [[self.draw(int(key), crop, side).ravel() for key in keys] for crop in range(len(crops))]

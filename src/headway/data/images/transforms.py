@@ -94,7 +94,7 @@ class CropRecipe(CropSettings):
             if low_high is not None and not (_are_numbers(low_high, 2) and 0 < low_high[0] <= low_high[1]):
                 raise UsageError(f"{name}={low_high!r}: give two numbers above 0, the smaller one first")
         if self.scale is not None and self.scale[1] > 1:
-            raise UsageError(f"scale={self.scale}: a crop has at most all of the image, 1.0")
+            raise UsageError(f"scale={self.scale}: a crop is at most the whole image, 1.0")
         for name in ("brightness", "contrast", "saturation"):
             _check_number(name, getattr(self, name), 1, "the largest change, from 0 to 1")
         _check_number("hue", self.hue, 0.5, "the largest change, from 0 to 0.5 of the circle")

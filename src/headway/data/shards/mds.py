@@ -115,7 +115,7 @@ def _check_columns(directory: Path, names: Any, encodings: Any, sizes: Any) -> N
     for name, encoding in zip(names, encodings, strict=True):
         if _kind(encoding) not in _EXTENSIONS:
             raise UsageError(
-                f"column {name!r} of {directory} is encoded as {encoding!r}, which is not read: {_BY_HAND}"
+                f"column {name!r} of {directory} is encoded as {encoding!r}, which is not supported: {_BY_HAND}"
             )
 
 
