@@ -17,7 +17,7 @@ from headway.errors import UsageError
 from headway.run import Run, runs_under
 from headway.system.text import format_duration
 
-_SHAPES = 6  # that draw.py draws
+_SHAPES = 6  # as many as draw.py draws
 
 
 @final

@@ -54,7 +54,7 @@ def main() -> None:
     )
     parser.add_argument("--lr", type=float, default=3e-3)
     options = parser.parse_args()
-    hw.init(device="cpu")  # two ranks can share a CPU, but not a GPU; without it, a GPU for each rank
+    hw.init(device="cpu")  # two ranks can share a CPU, but not a GPU; without device=, each rank uses a GPU
     hw.seed(0)
 
     pipe = hw.Pipeline(config=vars(options), name="shapes")
