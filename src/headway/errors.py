@@ -1,4 +1,4 @@
-"""Every error that headway raises on purpose, with the exit code of a process that it ends.
+"""Every error that headway raises on purpose, and the exit code of a process that ends with it.
 
     HeadwayError                  1    a failure; the message says what happened, what was expected and what to do
     ├── UsageError                2    a bad setting, argument or environment; nothing was started or created
@@ -234,7 +234,7 @@ valid: accumulate, precision
 
 
 def yaml_problem(error: Exception) -> str:
-    """Describes an error in a YAML file and its line number, without the line itself, which may have a secret.
+    """Describes an error in a YAML file and its line number, without the line itself, which may contain a secret.
 
     try:
         settings = yaml.safe_load(text)
@@ -258,7 +258,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     candidates = {candidate.lower(): candidate for candidate in known}
     wanted = name.lower()
     found = get_close_matches(wanted, candidates, n=1, cutoff=0.8)
-    # other libraries have longer names
+    # a name from another library may be longer, such as `lr_scheduler` for `lr`
     found = found or [candidate for candidate in candidates if wanted.startswith(f"{candidate}_")]
     found = found or get_close_matches(wanted, candidates, n=1)
     found = found or [candidate for candidate in candidates if wanted and candidate.startswith(wanted)]

@@ -12,7 +12,7 @@ from pathlib import Path
 def module_command(module: str, *args: str, python: str = sys.executable) -> list[str]:
     """Returns the command that runs a module of headway, and never imports from the current directory.
 
-    By `-m` alone, Python imports from there first, and in a shared directory another user may have put a `json.py`.
+    With `-m` alone, Python searches that directory first, and in a shared one another user may have put a `json.py`.
 
     >>> module_command("headway", "run", "train.py", python="python3")
     ['python3', '-P', '-m', 'headway', 'run', 'train.py']
@@ -21,12 +21,13 @@ def module_command(module: str, *args: str, python: str = sys.executable) -> lis
 
 
 def module_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables with which such a process imports the headway of this process.
+    """Returns the variables with which a new Python process imports the same headway as this process.
 
-    Without installation, this process may have found it in the current directory, or on a path that a script has set.
+    If headway is not installed, this process may have found it in the current directory, or on a path set by a script.
     """
     home = Path(__file__).resolve().parents[1]
     installed = (*site.getsitepackages(), site.getusersitepackages())
     if home in [Path(place).resolve() for place in installed]:
-        return dict(environ)  # before the standard library, all packages there would hide its modules
+        # PYTHONPATH precedes the standard library: packages that are installed there could hide its modules
+        return dict(environ)
     return {**environ, "PYTHONPATH": os.pathsep.join([str(home), *filter(None, [environ.get("PYTHONPATH")])])}

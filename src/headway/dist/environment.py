@@ -54,11 +54,11 @@ class LaunchEnvironment:
 
 
 def _unknown(environ: Environ) -> None:
-    """The launcher does not say."""
+    """Returns None: the launcher sets no such variable."""
 
 
 def _is_not_sruns(environ: Environ) -> bool:
-    """Whether PMI_RANK is not one of srun's own numbers. mpiexec in a step of srun also sets the rank on the node."""
+    """Whether mpiexec has set PMI_RANK, and not srun. mpiexec in a step of srun also sets the rank on the node."""
     own = [environ.get(name) for name in ("PMI_RANK", "PMI_SIZE")]
     sruns = [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
     return own != sruns or "MPI_LOCALRANKID" in environ
@@ -72,7 +72,7 @@ class _Launcher:
     marker: str
     """the variable whose presence means that this launcher started us"""
     counts: Callable[[Environ], bool] = lambda _: True
-    """whether the marker is this launcher's own"""
+    """whether it was really this launcher that set the marker"""
     rank: str
     world_size: str
     local_rank: str
@@ -85,7 +85,7 @@ class _Launcher:
 
 
 def detect(environ: Environ = os.environ) -> LaunchEnvironment:
-    """Reads from the environment who launched this process, and as which rank.
+    """Reads from the environment which launcher started this process, and as which rank.
 
     >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}).rank
     1
@@ -184,7 +184,7 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _slurm_master(environ: Environ) -> str | None:
-    # the step's list: the job's begins with a node where no rank of this step may run
+    # the step's list: the job's may begin with a node on which no rank of this step runs
     return first_host(environ["SLURM_STEP_NODELIST"]) if "SLURM_STEP_NODELIST" in environ else None
 
 
@@ -199,7 +199,7 @@ def first_host(hostlist: str) -> str:
 
 
 def _slurm_launch_id(environ: Environ) -> str:
-    # a new cluster counts jobs and steps from the beginning again, but srun's own address is another one
+    # a cluster that is set up again also counts jobs and steps from the start, but the address of srun differs
     parts = (
         "SLURM_JOB_ID",
         "SLURM_STEP_ID",

@@ -112,12 +112,12 @@ class RankGroup:
         return self.agreements["stop"]
 
     def request_stop(self, why: str) -> None:
-        """Asks all ranks to stop at one point: see `agreement`. May be called from any thread, and repeatedly."""
+        """Asks all ranks to stop at the same point: see `agreement`. May be called from any thread, and repeatedly."""
         if not self.agreement.decided:
             self._request("stop", why)
 
     def request_save(self, why: str) -> None:
-        """Asks all ranks to save at one point, as `request_stop` does; requests of one round are one save."""
+        """Asks all ranks to save at the same point, as `request_stop` does; requests of one round make one save."""
         self._request("save", why)
 
     def _request(self, subject: str, why: str) -> None:

@@ -66,7 +66,7 @@ from headway.system.text import shorten_list
 
 _STEP_TIMEOUT_S = 1800.0
 _OTHER_FILES = 128
-"""open files of a rank beside its connections: libraries, logs, pipes"""
+"""open files of a rank besides its connections: libraries, logs, pipes"""
 _LEAVE_TIMEOUT_S = 2.0
 """how long a rank that leaves waits for the others to leave, too"""
 _OVERDUE_S = 2.0
@@ -188,7 +188,7 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
 
 
 def _follow_hub(group: RankGroup, peer: Peer, root: RankInfo) -> None:
-    """Starts to follow the hub: from now on its messages, or their absence, end this rank."""
+    """Starts to follow the hub: from now on its messages, or their absence, can end this rank."""
     handler = group.failure_handler
     handler.peer, handler.root = peer, root
     peer.listen(handler.on_abort, handler.on_hub_lost, handler.on_hub_silent)
@@ -224,7 +224,7 @@ def _launchers_store(launch: LaunchEnvironment, timeout: float) -> c10d.Store:
     try:
         store: c10d.Store = next(found)[0]
     except (c10d.DistNetworkError, c10d.DistStoreError) as error:
-        why = str(error).partition(". ")[0]  # the rest is a stack of torch
+        why = str(error).partition(". ")[0]  # the rest is a stack trace from torch
         raise RankFailure(
             f"the ranks cannot meet at {launch.store_address} (MASTER_ADDR, MASTER_PORT; {why}): "
             f"check that rank 0 was started, and that its port is free and can be reached"
@@ -264,11 +264,11 @@ def _open_hub(group: RankGroup, rendezvous: Rendezvous, timeout: float) -> None:
 
 
 def _allow_open_files(launch: LaunchEnvironment) -> None:
-    """Raises the limit of this process: gloo keeps a connection per rank; on rank 0 the hub and the store, too."""
+    """Raises the limit of this process: gloo keeps a connection per rank; on rank 0, so do the hub and the store."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = (1 if launch.rank else 3) * launch.world_size + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed and launch.rank == 0:
-        # with NCCL, the other ranks may do with fewer
+        # with NCCL, the other ranks may need fewer
         raise UsageError(
             f"rank 0 needs {needed:,} open files for {launch.world_size:,} ranks, and the limit is {hard:,} "
             f"(ulimit -Hn); raise it in the job script or ask your administrators"
@@ -368,7 +368,7 @@ def _end_children(rank_pid: int) -> None:
 
 
 def _leave_by_os_exit(limit_s: float) -> None:
-    """Leaves the group before `os._exit(0)`, if only the rest of the script was left.
+    """Leaves the group before `os._exit(0)`, if training was over and only the rest of the script remained.
 
     During training, `os._exit` counts as the loss of a rank, and ends the others.
     """
@@ -380,7 +380,7 @@ def _leave_by_os_exit(limit_s: float) -> None:
 
 
 def _others_are_late(group: RankGroup, limit_s: float) -> bool:
-    """Whether rank 0 has not exited only because others have not left. The hub then names them and ends all ranks."""
+    """Whether rank 0 is only waiting for others to leave. If they do not, the hub names them and ends all ranks."""
     if group.hub is None or group.peer is None or not group.hub.is_awaited or group.hub.all_left.is_set():
         return False
     if not group.hub.all_left.wait(_OVERDUE_S):

@@ -1,7 +1,7 @@
 """This process's rank and its siblings, and the exchange of small objects between ranks.
 
 Objects are sent as pickles. Loading a pickle can run code, and the connections between ranks are not authenticated, so
-each one is signed with the key of the launch and checked before it is loaded. headway itself sends nothing that way.
+each object is signed with the key of the launch and checked before it is loaded. headway itself sends nothing this way.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def print_root(*values: object, sep: str = " ") -> None:
     hw.print_root(f"{hw.world_size()} ranks")              # 16 ranks
     """
     if is_root():
-        # one piece, also when Python runs unbuffered
+        # one piece, even when Python runs unbuffered
         print(f"{sep.join(map(str, values))}\n", end="", flush=True)
 
 

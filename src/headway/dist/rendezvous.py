@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "::1")
 """addresses that every host has, and that never reach another host"""
 _MAPPED = "::ffff:"
-"""before an IPv4 address that is written as an IPv6 one"""
+"""prefix of an IPv4 address that is written as an IPv6 one"""
 _BACKLOG = 4096
 """how many connections may wait until they are accepted: thousands of ranks join at once"""
 
@@ -108,7 +108,7 @@ class FileRendezvous(Rendezvous):
 
     def find(self) -> HubAddress | None:
         try:
-            # listing the directory makes a network file system forget that the file did not exist a moment ago
+            # listing the directory discards what a network file system has cached: that the file does not exist
             list(self.path.parent.iterdir())
             return HubAddress.from_json(ownership.read_private(self.path).decode())
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class StoreRendezvous(Rendezvous):
 
         try:
             fields = json.loads(self._store.get(self._KEY))  # waits for the key
-        except DistStoreError:  # in vain
+        except DistStoreError:  # the wait timed out
             return None
         if self._one_node:
             try:
@@ -182,7 +182,7 @@ def file_rendezvous(launch: LaunchEnvironment) -> FileRendezvous:
 
 
 def _mpi_launch_id() -> str:
-    """Gets a name that all ranks share from MPI itself, if its launcher sets no such variable."""
+    """Gets from MPI itself a name that all ranks share, for launchers that set no such variable."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -230,7 +230,7 @@ def _report_open(name: str | None) -> None:
 def own_address(name: str) -> str | None:
     """Returns the one address of this host to which a name resolves; None if it resolves to others, or to several.
 
-    If a name has one IPv4 and one IPv6 address, it is the IPv4 address: hosts that connect by name try both.
+    If a name has one IPv4 and one IPv6 address, the IPv4 address is returned: hosts that connect by name try both.
 
     >>> own_address("127.0.0.1")
     '127.0.0.1'

@@ -33,7 +33,7 @@ class RankPlacement:
     """the ranks of this node, this one included"""
     gpus_assigned: bool
     layout: str
-    """how all ranks are spread over the nodes, for people"""
+    """how all ranks are spread over the nodes, in words"""
 
 
 def place_ranks(ranks: Sequence[RankInfo]) -> list[RankPlacement]:

@@ -1,10 +1,10 @@
 """The store that ranks share, with a signature on every value.
 
-torch's store is a port that every user of the node can connect to, list and write. gloo and NCCL take the addresses of
-the other ranks from it, so a stranger who changes one receives, and sends, what ranks exchange. Here each value is
-signed with the key of the launch, together with its name, so a value that a stranger has written, or copied from
-another name, raises. Counters (`add`) are not signed, keys can be removed, and an older value of the same name can be
-written back: that can break a run, but it reveals nothing.
+torch's store listens on a port through which every user of the node can list and write values. gloo and NCCL take the
+addresses of the other ranks from it, so a stranger who changes one can read and replace what ranks exchange. Here each
+value is signed with the key of the launch, together with its name, so reading a value that a stranger has written, or
+copied from another name, raises. Counters (`add`) are not signed, keys can be removed, and an older value of the same
+name can be written back: that can break a run, but it reveals nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAG_BYTES = 32
 
 
 def sign(key: bytes, context: str, value: bytes) -> bytes:
-    """Returns the value with its signature in front. The context says what it is, so that it cannot be reused."""
+    """Returns the value with its signature in front. The context names the value, so no other can take its place."""
     message = f"{len(context.encode())} {context} ".encode() + value
     return hmac.digest(key, message, "sha256") + value
 

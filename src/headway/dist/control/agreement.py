@@ -1,4 +1,4 @@
-"""Agreement on one point of the loop at which all ranks act, without any rank waiting for the others before it.
+"""Agreement on one point of the loop at which all ranks act; no rank has to wait for the others before that point.
 
 The subject is a stop, or another attempt at a save that failed. The loop counts its points, and all ranks pass the same
 points in the same order. On a request, the hub asks every rank how far it is. A thread of each rank replies with the
@@ -40,7 +40,7 @@ class Agreement:
             self._passed, self._proposed, self._decided = 0, None, {}
 
     def pass_point(self) -> str | None:
-        """Counts a point; returns why to act if all ranks act at this point, else None."""
+        """Counts a point; returns the reason if all ranks act at this point, else None."""
         with self._lock:
             self._passed += 1
             wait = self._proposed is not None and self._passed >= self._proposed

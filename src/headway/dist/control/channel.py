@@ -37,7 +37,7 @@ class Channel:
         self._key = key
         self._is_client = is_client
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._secret: bytes | None = None  # known once the other side's random number is here
+        self._secret: bytes | None = None  # known once the other side's random number has arrived
         self._sent = self._received = 0
         self._buffer = bytearray()
         _keep_alive(sock)
@@ -91,7 +91,7 @@ class Channel:
             raise UntrustedPeer("a line longer than any message")
 
     def derive_key(self, purpose: str) -> bytes:
-        """Returns a key for another purpose, which all who have the key can derive; neither is ever sent."""
+        """Returns a key for another purpose, which all who have the channel's key can derive; neither is ever sent."""
         return hmac.digest(self._key, purpose.encode(), "sha256")
 
     def close(self) -> None:
@@ -141,5 +141,5 @@ def _keep_alive(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        # with a message in flight the kernel does not probe; it would send that again for a quarter of an hour
+        # with a message in flight the kernel does not probe, and would resend the message for a quarter of an hour
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)

@@ -78,7 +78,7 @@ class FailureHandler:
         signals.ignore_termination()  # the scheduler may repeat its signal, which would replace the exit code
         limit_exit(error.exit_code, f"rank {self._launch.rank} has stopped")
         if self.peer is not None:
-            self.peer.leave(0)  # the ranks exit one by one, and none of them is lost
+            self.peer.leave(0)  # the ranks exit one by one, and none of them counts as lost
         if self._launch.rank == 0:
             logger.info("%s", error)
         raise SystemExit(error.exit_code)
@@ -96,11 +96,11 @@ class FailureHandler:
         raise SystemExit(record["exit_code"])
 
     def on_first_failure(self, record: FailureRecord) -> None:
-        """Records the first cause, on rank 0, before the other ranks get it, with where it is recorded."""
+        """Records the first cause on rank 0, and adds its place to the record, before the other ranks receive it."""
         signals.ignore_termination()
         where = self._write(record)
         record["failure_file"] = None if where is None else str(where)
-        if self.callbacks:  # not at the exit of the script, when Python 3.12 starts no thread any more
+        if self.callbacks:  # not at the exit of the script, when Python 3.12 can no longer start a thread
             self._recording = threading.Thread(
                 target=self._call_back, args=(record,), name="headway failure", daemon=True
             )

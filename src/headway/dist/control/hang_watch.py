@@ -1,4 +1,4 @@
-"""The check for hangs: when rank 0 has made no progress for long, the hub asks all ranks where they are.
+"""The check for hangs: when rank 0 has made no progress for too long, the hub asks all ranks where they are.
 
 While rank 0 makes progress, the hub sends nothing. Once it has made none for half of what its phase allows, the hub
 sends status requests; a thread of each rank replies, whatever its main thread waits for. It is a hang when every rank
@@ -65,7 +65,7 @@ def _collectives() -> int | None:
 
 
 def _stacks() -> str:
-    # in memory: an OSError of a full /tmp would look as if the connection to the hub were lost
+    # in memory: an OSError from a full /tmp would look as if the connection to the hub were lost
     with os.fdopen(files.open_unnamed("headway-stacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

@@ -2,7 +2,7 @@
 
 Each rank keeps one connection to the hub in rank 0's process. The kernel closes the connections of a process that
 exits, so a rank that is killed, even with SIGKILL, is detected in milliseconds, without polling. All reports arrive in
-one place, so which cause is the first is not a race, and all ranks get the same record of it.
+one place, so there is no race for which cause is the first, and all ranks get the same record of it.
 
 With thousands of ranks the hub handles thousands of messages, so handling one must not loop over all ranks.
 
@@ -191,7 +191,7 @@ class Hub(threading.Thread):
             self._broadcast_abort(self._name_early_leavers(record))
 
     def _name_early_leavers(self, record: FailureRecord) -> FailureRecord:
-        """Adds the ranks whose script has ended to a hang that no other rank explains: the rest may wait for them."""
+        """Adds the ranks whose script has ended to a hang that no other rank explains: the rest may wait for those."""
         if record["suspects"] or not self._left:
             return record
         early = f"{format_ranks(sorted(self._left))} ended early (it returned, or called sys.exit)"
@@ -295,7 +295,7 @@ class Hub(threading.Thread):
         """Sends the record to all ranks and exits after them, so that the cause is the last thing on the screen."""
         self._on_first_failure(record)
         others = [channel for rank, channel in self._channels.items() if rank != 0]
-        # a traceback of many ranks is longer than a message may be, and blocks this loop at a rank that is stopped
+        # a traceback of many ranks may be too long for a message, and sending it to a stopped rank blocks this loop
         cause = record | {"traceback": None}
         for channel in others:
             channel.try_send({"type": "abort", "record": cause})

@@ -23,7 +23,7 @@ from headway.errors import RankFailure, UsageError
 from headway.system.retries import stop_requested
 
 _SILENT_FACTOR = 1.75
-"""after how many times its limit a rank reports a hub that does not reply; the agent, after 1.5 times, comes first"""
+"""after this many times its limit, a rank reports a hub that does not reply; the agent reports after 1.5 times"""
 
 
 @final
@@ -53,7 +53,7 @@ class Peer:
         try:
             answer = self._channel.receive(timeout)
         except TimeoutError:
-            # the hub knows which ranks are missing; else it would take this one for lost
+            # the hub knows which ranks are missing; without this message it would take this rank for lost
             self._send({"type": "expired", "timeout_s": timeout})
             raise
         if answer is None:
@@ -86,7 +86,7 @@ class Peer:
     def report_overdue(self, limit_s: float, why: str) -> None:
         """Reports that others have not left within `limit_s`. The hub names them, and ends all ranks.
 
-        `why` says that rank 0 is at its end, for the record.
+        `why` is for the record: that rank 0 has left, or that its script has ended.
         """
         self._send({"type": "overdue", "limit_s": limit_s, "why": why})
 

@@ -16,7 +16,7 @@ from headway.dist.control.signals import BLOCKED_SIGNALS
 
 
 def preload() -> None:
-    """Makes a fork server that is started from now on import this module, beside what it imports anyway."""
+    """Makes a fork server that is started from now on import this module, in addition to what it imports anyway."""
     server: Any = forkserver._forkserver
     if __name__ not in server._preload_modules:
         server.set_forkserver_preload([*server._preload_modules, __name__])

@@ -9,7 +9,7 @@ ignore such signals from the start; their own rank ends them by a signal that no
     for worker in batches._workers:
         end_by_own_signal(worker)
 
-Programs that a worker starts handle signals as usual: workers have handlers that do nothing, which end with `exec`. A
+Programs that a worker starts handle signals as usual: workers have handlers that do nothing, and `exec` resets them. A
 signal that is ignored or blocked would stay so in every such program, and `ffmpeg.terminate()` would do nothing.
 """
 
@@ -31,7 +31,7 @@ STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
 """all signals that make a run save and stop; data workers must not react to them"""
 END_OF_TIME = "the end of the job's time"
-"""the reason of a stop without a signal, in a run that watches the clock itself"""
+"""the reason for a stop without a signal, in a run that watches the clock itself"""
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 """signals that the parent process of ranks forwards to them"""
 _OF_A_TERMINAL = (signal.SIGHUP, signal.SIGINT)
@@ -62,7 +62,7 @@ def handled_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Starts processes in here with stop signals blocked; this process receives them when the block ends.
+    """Blocks stop signals in the processes that the block starts; this process receives its own when the block ends.
 
     A new interpreter needs a second until it can ignore a signal; until then the kernel keeps the signal pending.
     """
@@ -75,13 +75,13 @@ def block_signals() -> Iterator[None]:
 
 def end_by_own_signal(worker: BaseProcess) -> None:
     """Makes `worker.terminate()`, which torch and the exit of this process call, end a worker that ignores SIGTERM."""
-    # a proxy: in a ring of references, the pipes of a worker that has ended would stay open
+    # a weak proxy: in a cycle of references, the pipes of a worker that has ended would stay open
     popen: Any = weakref.proxy(worker._popen)  # type: ignore[attr-defined]
     popen.terminate = lambda: popen._send_signal(_END_WORKER)
 
 
 def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a worker_init_fn with the worker's number
-    """Makes a worker process ignore stop signals, and exit with its rank. For `worker_init_fn`."""
+    """Makes a worker process ignore stop signals, and exit when its rank does. For `worker_init_fn`."""
     for number in STOP_SIGNALS:
         ignore_signal(number)
     if _END_WORKER != signal.SIGKILL:
@@ -94,14 +94,14 @@ def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a wor
 
 
 def ignore_run_signals() -> None:
-    """Makes a process that a rank has started by `block_signals` ignore all signals that are meant for the run."""
+    """Makes a process that a rank has started in `block_signals` ignore all signals that are meant for the run."""
     for number in FORWARDED_SIGNALS:
         ignore_signal(number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
 
 def ignore_signal(number: int) -> None:
-    """Ignores a signal in this process only; it interrupts no system call, also none of C libraries."""
+    """Ignores a signal in this process only; it interrupts no system call, not even one of a C library."""
     signal.signal(number, lambda *_: None)
     signal.siginterrupt(number, False)
 

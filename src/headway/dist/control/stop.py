@@ -49,7 +49,8 @@ def handle_stop_signals(
     >>> with handle_stop_signals(current().request_stop, end=schedulers.end_time(), lead=lambda: 60.0):
     ...     train()
     """
-    requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # the one queue that a handler may put into
+    # the only kind of queue that a signal handler may put into
+    requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     reasons: list[str] = []
     deadline = None if end is None else time.monotonic() + end - time.time()
     thread = threading.Thread(

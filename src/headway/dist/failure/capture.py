@@ -33,10 +33,10 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _PROCESS_GROUP = re.compile(r"/gloo/|\bNCCL\b|\bc10d\b")
-"""in the text of plain RuntimeErrors of torch's process group: gloo's begin with the file and line that raised them"""
+"""found in plain RuntimeErrors from torch's process group: gloo's begin with the file and line that raised them"""
 
 _LONGEST_TEXT = 100_000
-"""characters of an error that are recorded: three such texts fit into a message to the hub, in any script"""
+"""characters of an error that are recorded: three such texts fit into a message to the hub, in any alphabet"""
 
 HEARTBEAT = Heartbeat()
 """the heartbeat of this rank; the training loop updates it at every step"""
@@ -127,7 +127,7 @@ def hard_exit(code: int, last_words: str = "") -> None:
     """Prints the last words and ends this process now, even if threads are stuck in a collective or in a full pipe."""
     exit_within(_FLUSH_S, code)  # printing and flushing may block forever
     if last_words:
-        print_last(last_words)  # where nobody reads them, this process ends nevertheless
+        print_last(last_words)  # this process ends even if nobody reads them
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # a closed pipe or stream
             stream.flush()

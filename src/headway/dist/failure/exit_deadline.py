@@ -241,7 +241,7 @@ def _remove_temp_dir() -> None:
 
 
 def end_daemonic_children(*, timeout_s: float = _TERMINATE_S) -> None:
-    """Ends the daemonic children of this process, such as data workers; for its exit.
+    """Ends the daemonic children of this process, such as data workers, when it exits.
 
     Python's own exit sends them SIGTERM and then waits forever, even for one that is stuck in the kernel.
     """
@@ -270,7 +270,7 @@ def _own_daemonic_children() -> list[BaseProcess]:
 def _end(
     children: Sequence[BaseProcess], end: Callable[[BaseProcess], None], timeout_s: float
 ) -> list[BaseProcess]:
-    """Ends children in one way; returns those that are still alive after the time."""
+    """Ends children by calling `end`; returns those that are still alive after `timeout_s`."""
     for child in children:
         end(child)
     deadline = time.monotonic() + timeout_s

@@ -84,7 +84,7 @@ def _behind(statuses: Sequence[RankStatus], counts: Sequence[int | None]) -> lis
 
 
 def _ended_early(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """Returns the ranks without a batch for a step in which all others wait; none if one of those is at work."""
+    """Returns the ranks that have no batch for the step in which all others wait; none if one of those others works."""
     if any(one.ended_epoch is None and _works(one) for one in statuses):
         return []
     return [one for one in statuses if one.ended_epoch is not None]
@@ -104,7 +104,7 @@ def make_record(statuses: Sequence[RankStatus], world_size: int) -> FailureRecor
 def make_overdue_record(
     absent: Sequence[RankStatus], world_size: int, limit_s: float, why: str
 ) -> FailureRecord:
-    """Returns the record of ranks that have not left their group, though rank 0 has waited so long for them."""
+    """Returns the record of ranks that have not left their group, although rank 0 has waited `limit_s` for them."""
     who, has = _who(absent, world_size), _plural(absent, "has", "have")
     ended = f"{why}, and {who} {has} not left within {limit_s:g} s"
     return _record(absent, absent, f"{ended}{_place(absent[0])}")

@@ -30,8 +30,8 @@ SLACK = 10.0  # a step may take this many times its usual time, if that is more 
 
 _FILE_BYTES = 4096
 _FIXED = struct.Struct("<4q2d")  # version, pid, 1 if there is a step, step; moved, limit
-# Step and moved are packed before they are stored: pack_into clears the memory first, and the agent would now and then
-# read a rank that has not moved since the machine was started.
+# Step and moved are packed before they are stored: pack_into clears the memory first, so the agent would now and then
+# read that a rank has not moved since the machine was started.
 _STEP_AND_TIME, _PACK_STEP_AND_TIME = slice(24, 40), struct.Struct("<qd").pack
 _TEXTS = (_FIXED.size, *(_FIXED.size + at for at in (64, 80, 96)), _FILE_BYTES)
 _PHASE, _OWNER, _ENDED_EPOCH, _RUN = range(4)  # of these texts

@@ -13,8 +13,8 @@ FailureKind = Literal[
     "exception", "interrupted", "hang", "vanished", "left",
     "exit", "lost", "agent", "step", "staging", "doctor",
 ]  # fmt: skip
-"""the first line is what ranks find; the second what agents do: exit of a rank as its parent sees it, lost for a whole
-node, agent and step for what had started the ranks, staging and doctor for what came before them"""
+"""the first line is found by ranks, the second by agents: exit is the end of a rank as its parent sees it; lost is for
+a whole node, agent and step for what had started the ranks, staging and doctor for what came before them"""
 
 
 class FailureRecord(TypedDict, total=False):
@@ -29,7 +29,7 @@ class FailureRecord(TypedDict, total=False):
     step: int | None
     error: str
     sentence: str | None
-    """what to say instead of the traceback, where the error is headway's own"""
+    """what to print instead of the traceback, where the error is headway's own"""
     hint: str | None
     traceback: str | None
     """for the kind left, that of the rank which still waited"""
@@ -85,7 +85,7 @@ def format_pointer(rank: int, record: Mapping[str, Any], where: Path | str | Non
 
 
 def is_native_crash(status: int) -> bool:
-    """Whether a process crashed in native code, which explains itself on standard error, if at all."""
+    """Whether a process crashed in native code, which writes an explanation, if any, to its standard error."""
     return status < 0 and signal.Signals(-status).name in _NATIVE_CRASHES
 
 

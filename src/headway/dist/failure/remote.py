@@ -47,14 +47,14 @@ def unpack(packed: dict[str, Any]) -> BaseException:
         found = getattr(found, part, None)
     error: BaseException = RankFailure(f"rank {packed['rank']} raised {packed['name']}: {packed['text']}")
     if isinstance(found, type) and issubclass(found, Exception):
-        with suppress(TypeError):  # its __new__ takes other arguments: then the text must do
+        with suppress(TypeError):  # its __new__ takes other arguments: the RankFailure has its text
             error = _with_text(found.__new__(found, *packed["args"])) or error
     error.__cause__ = RemoteTraceback(packed["rank"], packed["traceback"])
     return error
 
 
 def _with_text(error: BaseException) -> BaseException | None:
-    """Returns the exception; None if it cannot be printed, because `__init__` was to set what its text needs."""
+    """Returns the exception; None if it cannot be printed, because its text needs what `__init__` would have set."""
     try:
         str(error)
     except Exception:  # noqa: BLE001  whatever the class's own code raises

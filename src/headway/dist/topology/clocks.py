@@ -1,7 +1,7 @@
-"""How far the clocks of the nodes are apart, measured by round trips.
+"""Measures by round trips how far apart the clocks of the nodes are.
 
 Rank 0 sends a message, the peer answers with the time of its clock, and rank 0 compares that with the middle of the
-trip. The true difference is at most half of the trip away from what is measured; the shortest trip counts.
+trip. The result is wrong by at most half of the trip; the shortest trip counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ClockOffset:
 
     @property
     def certain_s(self) -> float:
-        """Seconds by which the two clocks differ at least.
+        """The least number of seconds by which the two clocks differ.
 
         >>> ClockOffset(rank=1, offset_s=-3.0, error_s=1.0).certain_s
         2.0
@@ -40,7 +40,7 @@ class ClockOffset:
 
 
 def measure_clocks(peers: Sequence[int], *, clock: Callable[[], float] = time.time) -> list[ClockOffset]:
-    """Compares the clocks of `peers`, ranks other than 0, with rank 0's, which gets the result. All ranks must call it.
+    """Compares the clocks of other ranks, `peers`, with rank 0's; rank 0 gets the result. All ranks must call it.
 
     >>> measure_clocks([8, 16])  # on all ranks of three nodes with 8 each
     [ClockOffset(rank=8, offset_s=0.0001, error_s=0.00004), ClockOffset(rank=16, offset_s=-0.0003, error_s=0.00005)]

@@ -139,7 +139,7 @@ def describe_gpus(topology: Topology) -> str:
 
 
 def describe_ports(topology: Topology) -> str:
-    """The InfiniBand and RoCE ports, in a few words."""
+    """Describes the InfiniBand and RoCE ports in a few words."""
     if not topology.ports:
         return "no InfiniBand"
     active = [port for port in topology.ports if port.active]
