@@ -161,7 +161,7 @@ def test_requeues_have_an_end(cluster: Cluster) -> None:
         job.until(lambda start=start: f"start {start}" in job.log, f"start {start}")  # type: ignore[misc]
         cluster.cancel(job.job, "--signal=USR2")
     assert job.wait("FAILED") == "FAILED"
-    assert "not queued again: it was 1 times, and max_requeues=1" in job.log
+    assert "not queued again: it has been queued again 1 times, and max_requeues=1" in job.log
     assert cluster.restarts(job.job) == 1
 
 

@@ -580,7 +580,7 @@ def test_a_script_whose_end_takes_longer_than_its_job_is_not_queued_for_ever(
         queued.append(("scontrol", "requeue", "7") in [command[:3] for command in asked])
     assert queued == [True] * 5 + [False], "a stop with a checkpoint is not counted here"
     said = "not queued again: it was ended 3 times after the training was done, in the rest of its script; "
-    advice = f"give it more time by --time; to resume: sbatch {run.job_script}"
+    advice = f"give it more time with --time; to resume: sbatch {run.job_script}"
     assert said + advice in capsys.readouterr().err
 
 

@@ -34,7 +34,7 @@ from headway.system import files
 from headway.system.log import logger
 
 _LINKS = ".array-"
-"""how the names of directories with links to the runs of an array begin"""
+"""prefix of directories with links to the runs of an array"""
 _NOT_SUBMITTED = (UsageError, SchedulerUnreachable)
 """after these the job is not in the queue; after any other exception it may be"""
 
@@ -176,7 +176,7 @@ def _jobs_before(run: Run) -> list[str]:
 
 
 def _request(run: Run, target: ClusterTarget) -> JobRequest:
-    """Returns the request for a job of one run alone, also if the target has an array."""
+    """Returns the request for a job of one run alone, even if the target has an array."""
     return target.without_array().request(name=run.name, directory=run.path, log=RELATIVE.job_log)
 
 
@@ -187,7 +187,7 @@ def _write_script(run: Run, target: ClusterTarget) -> None:
 
 
 def _encoded(script: str) -> bytes:
-    """Returns the bytes of a script: lines of setup may have some that are not UTF-8, and keep them."""
+    """Returns the bytes of a script; those in lines of `setup` that are not UTF-8 are kept."""
     return script.encode(errors="surrogateescape")
 
 
@@ -198,9 +198,8 @@ def _submit(
 
     The runs record first that a job may be in the queue: the scheduler's answer may be lost, or this process killed.
     """
-    before = [
-        _jobs_before(run) for run in runs
-    ]  # the job may start, and record itself, before this process does
+    # first: the job may start, and record itself, before this process does
+    before = [_jobs_before(run) for run in runs]
     earlier = [_content(run.submission_file) for run in runs]
     ids: JobIds | None = None
     asked = False
@@ -254,10 +253,10 @@ def _write_submission(run: Run, facts: Mapping[str, Any], *, before: Sequence[st
 
 @contextmanager
 def _linked(runs: Sequence[Run]) -> Iterator[Path]:
-    """Makes a directory whose entries 0, 1, ... link to the runs: a job of an array has only its number.
+    """Makes a directory whose entries 0, 1, ... link to the runs: a job of an array is given only its number.
 
-    It is removed if the block fails, unless the array may be in the queue. It gets its name once it has all links: else
-    `remove_dead_links` in another process could remove it.
+    It is removed if the block fails, unless the array may be in the queue. It gets its name once it has all links:
+    otherwise `remove_dead_links` in another process could remove it.
     """
     token = secrets.token_hex(4)
     directory = runs[0].path.parent / f"{_LINKS}{token}"

@@ -47,7 +47,7 @@ _CLOCK_S = 30.0
 _EARLY = 0.1
 """a start whose own clock ends it within this fraction of its time limit has a wrong clock"""
 _SAME_STEP_ENDS = 3
-"""after so many ends by the time limit with no newer checkpoint, another start would end the same way"""
+"""after this many ends by the time limit without a newer checkpoint, another start would end the same way"""
 
 
 def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
@@ -114,7 +114,7 @@ def _collect_sigterm() -> Iterator[list[int]]:
 
 
 def _do_nothing(*_: object) -> None:
-    """Handles a signal: if it were ignored, it would be ignored in the step that this process starts, too."""
+    """Handles a signal by doing nothing: the step that this process starts would inherit an ignored signal."""
 
 
 def _await_end(
@@ -259,10 +259,11 @@ def _why_hopeless(run: Run, job: JobFile) -> str | None:
     if ends < _SAME_STEP_ENDS:
         return None
     if is_in_last_lines(run):
-        how, advice = "after the training was done, in the rest of its script", "give it more time by --time"
+        how = "after the training was done, in the rest of its script"
+        advice = "give it more time with --time"
     else:
         how = "without a checkpoint" if step is None else f"with the newest checkpoint at step {step:,}"
-        advice = "save more often, or give it more time by --time or --signal-lead"
+        advice = "save more often, or give it more time with --time or --signal-lead"
     resume = job.target.scheduler.submit_command(run.job_script)
     return f"not queued again: it was ended {ends} times {how}; {advice}; to resume: {resume}"
 
@@ -276,7 +277,8 @@ def requeue(run: Run, job: JobFile, environ: Mapping[str, str]) -> str:
         return f"not queued again, as requeue is off; {by_hand}"
     if starts > target.max_requeues:
         return (
-            f"not queued again: it was {starts - 1} times, and max_requeues={target.max_requeues}; {by_hand}"
+            f"not queued again: it has been queued again {starts - 1} times, "
+            f"and max_requeues={target.max_requeues}; {by_hand}"
         )
     logger.info("queueing job %s again (%d of at most %d)", ids.number, starts, target.max_requeues)
     refused = scheduler.requeue(ids)

@@ -136,9 +136,8 @@ class Job:
         elif is_unanswered(submitted):
             raise UsageError(f"the number of the job of {self.id} is not known: look for it in the queue")
         else:
-            alive = ProcessIdentity.from_dict(
-                submitted
-            ).is_alive()  # first: it may end, which the status then says
+            # first: if it ends now, the status below shows that
+            alive = ProcessIdentity.from_dict(submitted).is_alive()
             if self.status().over:
                 return
             if alive is None:
@@ -150,7 +149,7 @@ class Job:
                 os.kill(submitted["pid"], signal.SIGTERM)
 
     def resume(self, *, nodes: int | str | None = None) -> None:
-        """Starts a job that is over again, in its run directory: a `Pipeline` resumes from its newest checkpoint.
+        """Restarts a job that is over, in its run directory: a `Pipeline` resumes from its newest checkpoint.
 
         `nodes` is another number of nodes, or a range such as "1-2", for a script on a cluster.
         """

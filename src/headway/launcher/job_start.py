@@ -1,4 +1,4 @@
-"""Starts a job whose run directory is ready: the first time, and again."""
+"""Starts a job whose run directory is ready, and restarts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headway.system.locks import ProcessIdentity
 from headway.system.log import install_handler, logger
 
 BACKGROUND: dict[str, subprocess.Popen[bytes]] = {}
-"""jobs in the background of this process, by run"""
+"""jobs that this process runs in the background, by the id of their run"""
 
 
 def in_background(run: Run, cwd: Path) -> None:
@@ -63,7 +63,7 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
 
 
 def restart(run: Run, *, nodes: int | str | None = None) -> None:
-    """Starts a job that is over again, in its run directory and with its code; on `nodes` nodes, if given."""
+    """Restarts a job that is over, in its run directory and with its code; on `nodes` nodes, if given."""
     run.check_private()
     job = JobFile.read(run) if run.job_file.exists() else None
     target = job and job.target.without_array()

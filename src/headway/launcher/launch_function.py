@@ -46,9 +46,10 @@ class _Launch:
     tuple adds arguments, and anything else is one argument. On a cluster they are one job array. `launch.map` takes
     an iterable for each argument instead.
 
-    `groups` divides the ranks, each into one group: `groups=[[0, 1], [2, 3]]`; the function gets its own group of
-    torch as the keyword `group`. `upon_finish` is called on rank 0 with what it returned, once all ranks have returned.
-    Functions that other processes cannot import, from a notebook or a `lambda`, need the extra `launch`.
+    `groups` divides the ranks, each into one group: `groups=[[0, 1], [2, 3]]`; the function gets its own group, one of
+    torch's process groups, as the keyword `group`. `upon_finish` is called on rank 0 with what the function returned
+    there, once all ranks have returned. Functions that other processes cannot import, from a notebook or a `lambda`,
+    need the extra `launch`.
 
     >>> job = hw.launch(train, 3e-4, on=hw.Local(nproc=4), epochs=3)
     >>> job.result()
@@ -141,7 +142,7 @@ class _Launch:
         name: str | None = None,
         **kwargs: Any,
     ) -> list[Job]:
-        """Starts a job for each tuple of arguments, one of each iterable, as the built-in `map` calls a function.
+        """Starts a job for each tuple of arguments, one from each iterable, as the built-in `map` calls a function.
 
         >>> jobs = hw.launch.map(train, [1e-3, 3e-4], [1, 2], on=hw.Slurm())   # train(1e-3, 1), train(3e-4, 2)
         """
@@ -190,7 +191,7 @@ def _add(
 
 
 def _settings(element: Any) -> sweep.Settings:
-    """An element as `headway runs` shows it."""
+    """Returns an element as `headway runs` shows it."""
     if isinstance(element, Mapping):
         return {key: reprlib.repr(value) for key, value in element.items()}
     return {"args": reprlib.repr(element)}
@@ -217,7 +218,7 @@ def _start(
 
 
 def _discard(runs: Sequence[Run]) -> None:
-    """Ends the jobs of an array that were started before one could not be, and removes all runs."""
+    """Ends the jobs of an array that had started before another one failed to start, and removes all runs."""
     started = [process for run in runs if (process := BACKGROUND.pop(run.id, None))]
     for process in started:
         process.terminate()
@@ -267,7 +268,7 @@ def _check_calls(
     groups: Groups,
     upon_finish: object = None,
 ) -> None:
-    """Refuses arguments that the function does not take: a job would find out when it starts, maybe hours later."""
+    """Refuses arguments that the function does not take: a job would fail when it starts, perhaps hours later."""
     if upon_finish is not None and not callable(upon_finish):
         raise UsageError(f"upon_finish={upon_finish!r:.80} is not a function")
     try:
@@ -332,7 +333,7 @@ def _sys_path(run: Run) -> list[str]:
 
 
 def _name_of(function: Any) -> str:
-    """module:qualname, for people."""
+    """Returns module:qualname, for messages."""
     inner = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
     named = (
         inner if isinstance(inner, FunctionType | MethodType | BuiltinFunctionType | type) else type(inner)
@@ -341,7 +342,7 @@ def _name_of(function: Any) -> str:
 
 
 def _run_name(called: str) -> str:
-    """The last part of a function's name, as a run may be called.
+    """Returns the last part of a function's name, in a form that can name a run.
 
     >>> _run_name("train:main.<locals>.<lambda>")
     'lambda'

@@ -35,7 +35,7 @@ from headway.system.log import install_handler, logger
 
 
 def main(path: str) -> int:
-    """Prepares this node as a submitted run asks for."""
+    """Prepares this node as the job of a submitted run requires."""
     install_handler()
     for number in (*STOP_REQUESTS, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -107,7 +107,7 @@ def examination_command(run: Run, data: Sequence[str] = ()) -> list[str]:
 
 
 def _examine(run: Run, job: JobFile, node: AllocatedNode) -> None:
-    """Starts ranks on all nodes that examine them; raises `UnfitNodes` if they would break the run."""
+    """Starts ranks that examine all nodes; raises `UnfitNodes` if these nodes would break the run."""
     check_nproc(job.program.nproc, "--ntasks-per-node")
     directory = job.launch_directory(run, os.environ) / "doctor"
     code = Agent(

@@ -58,7 +58,7 @@ class Step:
         self._pid, self._records = pid, records
         self._over_s, self._missing_s = over_s + spare_s, missing_s + spare_s
         self._silent_s = silent_s
-        self._since: tuple[Path, float] | None = None  # the last round, and since when it is over
+        self._since: tuple[Path, float] | None = None  # the last round, and since when it has been over
         self._killed_by: int | None = None
 
     def wait(self, until: Callable[[], object] = lambda: False) -> StepEnd:

@@ -4,7 +4,7 @@
     Slurm.from_dict(on.to_dict()) == on
     read_target(Path("cluster.yaml"))            # kind: slurm, nodes: 2, ...
 
-Nothing here contacts a machine or a scheduler: a target can be created anywhere, also where it cannot run. A target
+Nothing here contacts a machine or a scheduler: a target can be created anywhere, even where it cannot run. A target
 for another scheduler is a subclass of `ClusterTarget` whose `kind` is "module:Class".
 """
 

@@ -133,7 +133,7 @@ class JobRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """settings under the scheduler's own names"""
     env: Mapping[str, str] = field(default_factory=dict)
-    """further variables for the job; where the script does not export them, one submitted by hand lacks them"""
+    """further variables for the job; if the script does not export them, a job submitted by hand lacks them"""
     after: JobIds | None = None
     """a job whose end this one waits for"""
 

@@ -111,10 +111,8 @@ class FailureHandler:
         for callback in self.callbacks:
             try:
                 callback(record)
-            except (
-                OSError,
-                HeadwayError,
-            ) as error:  # the other ranks must get the cause even if it cannot be written
+            except (OSError, HeadwayError) as error:
+                # the other ranks must get the cause even if it cannot be written
                 logger.error("%s", error)
 
     def on_abort(self, record: FailureRecord) -> None:

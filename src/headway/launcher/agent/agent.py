@@ -154,7 +154,7 @@ class Agent:
             team.conclude({"exit_code": code, "record": None})  # other agents' ranks would wait for these
             raise
         except Exception as error:
-            # without a record the end of the other agents, by srun, would pass for the cause
+            # without a record the end of the other agents, by srun, would be taken for the cause
             team.fail(error)
             raise
         finally:
@@ -192,7 +192,7 @@ class Agent:
         return next((beat.run for beat in readings if beat and beat.run), None)
 
     def _why_resumable(self, beats: Path) -> str | None:
-        """Returns, in a sentence, that the run of the ranks had stopped or was done; None if its training was cut."""
+        """Returns a sentence if the run of the ranks had stopped or was done; None if its training was cut short."""
         path = self._run_of(beats)
         if path is None:
             return None
@@ -304,7 +304,7 @@ class Agent:
         self._ended[rank.number] = Stopped.exit_code if was_stopped else status
 
     def _end_late(self, number: signal.Signals) -> None:
-        """Ends the ranks that have not exited in time, and logs which: they may not have said why they end."""
+        """Ends the ranks that have not exited in time, and logs which: their output may not say why they end."""
         if self._running:
             late = format_ranks(sorted(rank.number for rank in self._running))
             logger.info("%s did not exit in time after another rank had ended: sending %s", late, number.name)

@@ -39,7 +39,7 @@ def summary(outcome: Mapping[str, Any], world_size: int) -> str:
         return f"headway: {sentence}\n"
     if not record:
         return f"headway: exit code {code}\n"
-    where = record.get("failure_file")  # a full disk may not have taken it
+    where = record.get("failure_file")  # it may be missing on a full disk
     return format_cause(record, world_size, where if where and Path(where).exists() else None)
 
 

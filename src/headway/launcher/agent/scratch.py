@@ -33,7 +33,7 @@ def scratch_directory() -> Iterator[Path]:
     with FileLock.open_directory(directory) as lock:
         try:
             with suppress(OSError):  # without locks on this file system, no other agent can sweep, either
-                lock.try_acquire()  # the kernel releases it when this process ends, also by kill -9
+                lock.try_acquire()  # the kernel releases it when this process ends, even by kill -9
             yield directory
         finally:
             shutil.rmtree(directory)

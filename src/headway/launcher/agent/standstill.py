@@ -1,4 +1,4 @@
-"""Detects that this process itself was suspended: meanwhile no heartbeat could arrive, and none is late."""
+"""Detects that this process itself was suspended: no heartbeat could arrive in that time, so none is late."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How the launch of a submitted job ended: from the records of its agents, and from how the step that ran them ended.
 
-Usually the agents' records say all. Where one of them is missing, the exit status of the step and the record of the
+Usually the agents' records explain it. Where one of them is missing, the exit status of the step and the record of the
 ranks show which process was killed, or why no agent could write.
 """
 
@@ -18,7 +18,7 @@ from headway.launcher.agent.launch_records import LaunchRecords, Outcome
 from headway.run.exit_codes import EXIT_CODES
 
 _TIMED_OUT = (
-    "the time limit of the job came before its ranks had stopped; give them more time by --signal-lead"
+    "the time limit of the job came before its ranks had stopped; give them more time with --signal-lead"
 )
 _SETTLE_S = 3.0
 """how long a network file system may hide the last record of an agent"""
@@ -67,7 +67,7 @@ def _from_agents(records: LaunchRecords, end: StepEnd) -> Outcome | None:
     outcome: Outcome = records.outcome() or {"exit_code": DONE, "record": None}
     ends = records.ends()
     code = outcome["exit_code"] or max(ends.values(), default=DONE)
-    # srun ends all agents by SIGTERM when one of them fails, as SLURM does when the job must go: only in the second
+    # srun ends all agents by SIGTERM when one of them fails, as SLURM does when the job must end: only in the second
     # case does each of them leave a record
     if code in (DONE, TERMINATED) and len(ends) < records.size:
         return None

@@ -125,7 +125,7 @@ class Team:
         return found
 
     def _clear_earlier_launch(self) -> set[str]:
-        """Removes what a launch of the same name has left that was killed; returns the tokens of its agents."""
+        """Removes what a killed launch of the same name has left; returns the tokens of its agents."""
         if (roster := self._read(self.directory / ROSTER)) is None:
             return set()
         for path in self.directory.glob("round-*"):

@@ -27,9 +27,9 @@ _POLL_S = 0.25
 _STACKS_S = 1.0
 """how long ranks have to write their stacks"""
 _LIMIT_FACTOR = 1.5
-"""how many times its limit the age of each rank's heartbeat must be, so that rank 0 reports first"""
+"""the age of each rank's heartbeat must exceed its limit by this factor, so that rank 0 reports first"""
 _STANDSTILL_S = 5.0
-"""an agent that did not run for so long was suspended, and its ranks with it"""
+"""an agent that did not run for this long was suspended, and its ranks with it"""
 
 
 @final

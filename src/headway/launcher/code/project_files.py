@@ -90,7 +90,7 @@ def gather(script: Path, *, limit: int) -> ProjectFiles:
 
 
 def _with_script(code: ProjectFiles, name: str) -> ProjectFiles:
-    """Adds a script that git ignores: it is code all the same, and not generated."""
+    """Adds a script that git ignores: it is code nevertheless, and not generated."""
     if name not in code.names:
         code = replace(code, names=(*code.names, name), added=(*code.added, name))
     return replace(code, generated=tuple(each for each in code.generated if each != name))

@@ -166,7 +166,7 @@ def _publish(code: ProjectFiles, run: Run, start: Path) -> str | None:
 
 
 def _copy(root: Path, name: str, to: Path) -> None:
-    """Copies one file, readable by its owner only; a link stays a link, also one that leads out of the tree."""
+    """Copies one file, readable by its owner only; a link stays a link, even one that leads out of the tree."""
     source, target = root / name, to / name
     for parent in reversed(target.relative_to(to).parents[:-1]):
         if not (to / parent).is_dir():

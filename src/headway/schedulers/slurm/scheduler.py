@@ -1,4 +1,4 @@
-"""SLURM as a `Scheduler`: jobs by sbatch, squeue, sacct, scontrol and scancel, ids by SLURM_* variables."""
+"""SLURM as a `Scheduler`: jobs through sbatch, squeue, sacct, scontrol and scancel, ids from SLURM_* variables."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class SlurmScheduler(Scheduler):
         """Runs a program that changes something; raises if it does not answer in time, as it may have had an effect."""
         answer = self._client.run(*command, stdin=stdin, env=env, timeout_s=_TIMEOUT_S)
         if answer.timed_out:
-            advice = "" if command[0] == "sbatch" else f"; {_LOOK}"  # who submits has its own
+            advice = "" if command[0] == "sbatch" else f"; {_LOOK}"  # the callers of sbatch add their own
             raise HeadwayError(f"{answer.err}: SLURM's controller is busy or down{advice}")
         return answer
 
