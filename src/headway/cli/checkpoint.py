@@ -120,7 +120,7 @@ def _show(argv: list[str]) -> int:
 
 
 def _listing(listed: list[CheckpointSummary]) -> Table:
-    """The checkpoints of a run for a terminal, the newest first."""
+    """Returns the checkpoints of a run as a table for a terminal, the newest first."""
     titles = "checkpoint", "", "created", "ranks", "bytes", "metrics"
     made = plain_table(*titles, numbers=("ranks", "bytes"))
     for each in listed:
@@ -138,7 +138,7 @@ def _listing(listed: list[CheckpointSummary]) -> Table:
 
 
 def table(overview: Overview) -> Table:
-    """The overview for a terminal. Its rows have a limit: 100,000 take a minute to lay out, and nobody reads them."""
+    """Returns the overview as a table for a terminal, of limited length: 100,000 rows take a minute to lay out."""
     from headway.checkpoint.inspect.tables import totals
 
     made = plain_table("tensor", "type", "shape", "elements", "bytes", numbers=("elements", "bytes"))

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     runs = resolve(options.runs, options.root)
     for name in ("code", "exact"):
         if getattr(options, name) and len(runs) != 2:
-            raise UsageError(f"--{name} compares two runs, these are {len(runs)}: name two")
+            raise UsageError(f"--{name} compares two runs, and these are {len(runs)}: name two")
     if options.exact:
         return _compare_steps(*runs, as_json=options.json)
     if options.code:

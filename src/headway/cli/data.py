@@ -120,7 +120,7 @@ def _ls(argv: list[str]) -> int:
 
 
 def tree(catalog: Catalog, facts: list[tuple[Dataset, int, int]]) -> Tree:
-    """The catalog for a terminal."""
+    """Returns the catalog as a tree for a terminal."""
     made = Tree(Text.assemble((str(catalog.root), "bold"), f"  (root from {catalog.origin})"))
     if not facts:
         made.add("none; make one: headway data add CONFIDENTIALITY MODALITY NAME SPLIT")
@@ -413,7 +413,7 @@ def _bench(argv: list[str]) -> int:
 
 
 def rates(seen: Benchmark) -> Table:
-    """The measurement for a terminal."""
+    """Returns the measurement as a table for a terminal."""
     numbers = "samples/s", "bytes/s", "of the limit"
     table = plain_table("stage", *numbers, numbers=numbers)
     limit = min(seen.read, seen.decode)

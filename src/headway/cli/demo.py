@@ -15,7 +15,7 @@ examples:
   headway demo /scratch/me/demo    in a directory that is new or empty
   headway demo --quick             a short training, to see whether everything works here
 
-Draws pictures, packs them into shards, plans the run, trains on two processes, kills one of them half-way, resumes,
+Draws pictures, packs them into shards, plans the run, trains on two processes, kills one of them halfway, resumes,
 compares every step with an uninterrupted run, and writes report.html. It prints each command before it runs it; they
 work just as well when you type them. Needs no network and no GPU, and leaves nothing but its directory.
 

@@ -46,7 +46,7 @@ def archive_runs(argv: list[str]) -> int:
 def sync_runs(argv: list[str]) -> int:
     parser = Parser(
         "runs sync",
-        "Sends the rows that the sinks of a run have missed, such as while a tracker was down.",
+        "Sends the rows that the sinks of a run have missed, for example while a tracker was down.",
         "examples:\n  headway runs sync x7k2\n  headway runs sync x7k2 --sink wandb --from-start\n",
     )
     parser.add_run()

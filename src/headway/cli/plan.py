@@ -72,14 +72,14 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions(OutputOptions):
-    """Cost of the layout in a plan file."""
+    """Estimates memory, time and cost of the layout in a plan file."""
 
     file: _File
 
 
 @dataclass(frozen=True, kw_only=True)
 class PresetOptions(OutputOptions):
-    """Cost of a well-known model; flags are the keys of a plan file."""
+    """Estimates memory, time and cost of a well-known model; flags are the keys of a plan file."""
 
     name: Annotated[str, Positional("NAME")]
     """a preset (headway plan list), or a model's config.json from the Hugging Face Hub"""
@@ -93,7 +93,7 @@ class PresetOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleOptions(OutputOptions):
-    """Memory and time of your own module, traced without a GPU."""
+    """Estimates memory and time of your own module, which is traced without a GPU."""
 
     trace: TraceSettings
     node: str = "h200-sxm1"
@@ -101,18 +101,18 @@ class ModuleOptions(OutputOptions):
     calibration: str | None = None
     """A file that `headway plan calibrate` wrote, or "this"."""
     extrapolate: str | None = None
-    """Trace the factory with 2 and 4 and extend: layers=96."""
+    """Trace the factory with this argument set to 2 and to 4, and extrapolate to the number given: layers=96."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """A few real steps on the device here, against the prediction."""
+    """Runs a few real steps on this machine's device, and compares them with the prediction."""
 
     trace: TraceSettings
     also: Annotated[tuple[int, ...], positive] = ()
-    """Further batch sizes: --batch-size calibrates, these test."""
+    """Further batch sizes, which test what --batch-size has calibrated."""
     steps: Annotated[int, positive] = 10
-    """Timed steps of each batch size, at least; on a GPU as many as fit into a second."""
+    """Timed steps of each batch size, at least; on a GPU, as many as fit into a second."""
     save: Path | None = None
     """Write the fitted constants, for `headway plan module --calibration FILE`."""
     node: str | None = None
@@ -151,7 +151,7 @@ class PlanCheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanListOptions:
-    """Presets and nodes that a plan may name."""
+    """Lists the presets and nodes that a plan may name."""
 
     json: bool = False
     """Print JSON and nothing else."""
@@ -200,7 +200,7 @@ def _preset(argv: list[str]) -> int:
 
 
 def named_node(name: str, price_per_hour: float | None) -> Node:
-    """The node that a flag names, with its price."""
+    """Returns the node that a flag names, with its price."""
     from headway.plan.input.plan_file import read_node
 
     node = read_node(name)
@@ -208,7 +208,7 @@ def named_node(name: str, price_per_hour: float | None) -> Node:
 
 
 def named_model(name: str) -> Transformer:
-    """A preset, or the model of a config.json."""
+    """Returns a preset, or the model of a config.json."""
     from headway.plan.model.hugging_face import from_hf_config
     from headway.plan.model.presets import preset
 

@@ -27,7 +27,7 @@ _PATH_FLAGS = ("--save", "--html")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Best layouts of a model on a number of GPUs: those of a plan file's `search` or layout, or of a preset."""
+    """Searches for the best layouts of a model, from a plan file or a preset, on a number of GPUs."""
 
     what: Annotated[str, Positional("FILE.yaml|PRESET|config.json")]
     """a plan file with a section `search`, a preset (headway plan list), or a model's config.json from the Hugging Face

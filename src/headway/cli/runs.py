@@ -165,4 +165,4 @@ VERBS: dict[str, Verb] = {
     "samples": samples.main,
     "sync": housekeeping.sync_runs,
 }
-"""of `headway runs`, which lists runs without one"""
+"""the verbs of `headway runs`, which lists runs if none is given"""

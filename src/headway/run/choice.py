@@ -190,7 +190,7 @@ def _check_exists(parent: Path) -> None:
 
 
 def _warn_of_damage(beginning: str, problem: str) -> None:
-    """Warns of a run that cannot be read if its path has this beginning, and so the name of this run."""
+    """Warns of a run that cannot be read, if its path begins as those of the runs of this name do."""
     if problem.startswith(beginning):
         logger.warning("%s; it is not resumed", problem)
 

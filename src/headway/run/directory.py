@@ -272,7 +272,7 @@ class Run(RunPaths):
     def conclude_end(self, attempt: Mapping[str, Any]) -> dict[str, Any]:
         """Returns status and exit code of an attempt whose status is "running" although its processes have ended.
 
-        Rank 0 ended before it could record how. The failure record tells, else the record of the supervisor; without
+        Rank 0 ended before it could record how. The failure record shows it, else that of the supervisor; without
         either, the attempt is "lost". `headway runs` shows this status, and the next attempt writes it to run.json.
         """
         number = attempt["number"]
@@ -324,7 +324,7 @@ class Run(RunPaths):
         attempts = self.info()["attempts"]
         last = attempts[-1] if attempts else {}
         begun_by = last.get("status"), last.get("host"), last.get("pid")
-        # exit code 0 in the middle of an attempt does not tell how it ended
+        # exit code 0 in the middle of an attempt does not show how it ended
         if exit_code and begun_by == ("running", socket.gethostname(), pid):
             status = state_of(exit_code)
             self.end_attempt(len(attempts), status=status, exit_code=exit_code, why=why, step=step)

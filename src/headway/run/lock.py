@@ -1,4 +1,4 @@
-"""One training process per run directory, also where file locks do not reach other hosts.
+"""One training process per run directory, even where file locks do not reach other hosts.
 
     lock/flock               held by the owner; the kernel releases it when the owner ends, even by kill -9
     lock/owner-00003.json    the third owner of the run; the highest number is the current one
@@ -135,7 +135,7 @@ class RunLock:
         return Fence(directory=str(self._directory), number=self._number)
 
     def check(self) -> None:
-        """Raises `RunLocked` if another process took the run, as may happen while this one is suspended for long.
+        """Raises `RunLocked` if another process took the run, as may happen while this one is suspended.
 
         Call it before an action that cannot be undone, such as the commit of a checkpoint.
         """
@@ -313,7 +313,7 @@ def _try_flock(flock: FileLock) -> bool:
     except OSError as error:
         if not is_unsupported(error):
             raise
-    return True  # on a file system without locks, the owner files must do
+    return True  # on a file system without locks, the owner files must suffice
 
 
 def _newest(directory: Path) -> int:

@@ -29,7 +29,7 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.
 
 @contextmanager
 def storage(doing: str, *, passing: type[OSError] | tuple[()] = ()) -> Iterator[None]:
-    """Turns an `OSError` into a `StorageError` that says what could not be done, and why; not one of type `passing`."""
+    """Turns an `OSError`, unless it is of type `passing`, into a `StorageError` that says what failed, and why."""
     try:
         yield
     except passing:
@@ -41,7 +41,7 @@ def storage(doing: str, *, passing: type[OSError] | tuple[()] = ()) -> Iterator[
 
 
 def is_listed(path: Path) -> bool:
-    """Whether a file exists, also if another node has just made it.
+    """Whether a file exists, even if another node has just made it.
 
     A network file system may remember for a while that a file did not exist; listing the directory shows it.
     """

@@ -83,8 +83,8 @@ class JsonLinesWriter:
 
     NaN and infinities, which JSON does not have, are written as the strings "nan", "inf" and "-inf". `content` names
     the rows in the one warning about lost ones. `default` converts values that JSON cannot represent. `before_write` is
-    called before rows are appended, and raises `RunLocked` if this process must no longer write; a `StorageError` for
-    anything but a missing directory costs the rows.
+    called before rows are appended, and raises `RunLocked` if this process must no longer write; if it raises a
+    `StorageError` for anything but a missing directory, the rows are lost.
 
     >>> with JsonLinesWriter(Path("metrics.jsonl"), content="metric rows") as rows:  # doctest: +SKIP
     ...     rows.write({"step": 50, "metrics": {"train/loss": 0.7}})
@@ -216,7 +216,7 @@ class Tail:
         self._path = path
 
     def read(self, most_bytes: int = _CHUNK_BYTES) -> list[Row]:
-        """Returns the next rows, about `most_bytes` of them; an empty list if there are no new ones.
+        """Returns the next rows, about `most_bytes` bytes of them; an empty list if there are no new ones.
 
         An incomplete line is left for the next call.
         """
@@ -258,7 +258,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Parses JSON; `ValueError` also if it is nested too deeply.
+    """Parses JSON; raises `ValueError` if it is invalid or nested too deeply.
 
     An integer of more than 100 digits becomes a float, with which callers can compute.
 

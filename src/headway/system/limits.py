@@ -42,7 +42,7 @@ class MemoryLimit(NamedTuple):
 def raise_open_files(least: int = 0) -> None:
     """Raises the soft limit on open files to the hard limit, for this process and those that it starts.
 
-    At most to 65,536 or `least`, since some programs iterate over all descriptors that they may have.
+    But at most to 65,536 or `least`, if that is more: some programs iterate over all descriptors that they may have.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(least, _MANY_FILES)
@@ -98,7 +98,7 @@ def boot_id() -> str:
 
 
 def process_age_s(root: Path = _ROOT) -> float:
-    """Returns the age of this process, including programs that it ran before an `exec`, by a clock that nobody sets.
+    """Returns the age of this process, including programs that it ran before an `exec`, by a clock that is never set.
 
     0 if the kernel does not report it.
     """

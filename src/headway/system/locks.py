@@ -1,7 +1,7 @@
 """Locks between processes of one machine, and the identity of a process.
 
 A `FileLock` is an `flock`: the kernel releases it when its process ends, even by SIGKILL. Every wait for one has a
-deadline. A `ProcessIdentity` identifies a process, also against a later one with the same pid. `block_forks` protects
+deadline. A `ProcessIdentity` distinguishes a process even from a later one with the same pid. `block_forks` protects
 the start of a program in a thread while another thread may fork data workers.
 """
 

@@ -25,7 +25,7 @@ _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 def uid_in(directory: Path) -> int:
     """Returns the owner of files that this process creates in a directory: a mount may map users, as root_squash does.
 
-    That is this user if it may not write there.
+    Returns this user if this process may not write there.
     """
     status = _probe(directory)
     return os.geteuid() if status is None else status.st_uid
@@ -130,7 +130,7 @@ def _is_unmapped(uid: int) -> bool:
 def read_private(path: Path, *, secret: bool = False) -> bytes:
     """Reads a file, never through a link; `UsageError` if another user could have written it.
 
-    With `secret`, also if another user can read it.
+    With `secret`, `UsageError` also if another user can read it.
     """
     fd = files.open_private(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:

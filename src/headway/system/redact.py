@@ -215,7 +215,7 @@ def _without_values(text: str, head: re.Pattern[str], value: re.Pattern[str]) ->
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Returns whether this value with a secret name is not a secret: for some short names, only the value tells."""
+    """Returns whether this value with a secret name is not a secret: for some short names, only the value shows it."""
     if name == "PWD":  # UID=me;PWD=hunter2
         return bool(_PLACE.match(value))
     if _words(name) in ("tok", "pass") and _NUMBER.fullmatch(value):  # tok=1.2M, pass: 2

@@ -65,7 +65,7 @@ def _unpack(config: pytest.Config, task: RankTask, data: bytes) -> Any:
 
 @final
 class _Unpickler(pickle.Unpickler):
-    """Unpickles values of pytest's process, also of classes in a conftest.py, which cannot be imported by name."""
+    """Unpickles values of pytest's process, even of classes in a conftest.py, which cannot be imported by name."""
 
     def __init__(self, config: pytest.Config, task: RankTask, data: bytes) -> None:
         super().__init__(BytesIO(data))

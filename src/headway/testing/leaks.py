@@ -73,7 +73,7 @@ def snapshot(*, shared_memory: bool = True, except_variables: Collection[str] = 
 def since(before: ResourceSnapshot, *, settle_s: float | None = None) -> list[str]:
     """Returns one line for each thing that is new, after waiting up to `settle_s` seconds for it to disappear.
 
-    By default it waits for 2 s, and on a busy machine as many times longer as there are processes to a CPU.
+    By default it waits for 2 s; on a busy machine, for 2 s times the load per CPU.
     """
     memory = before.shared_memory is not None
     found = _once_settled(
@@ -89,7 +89,7 @@ def shared_memory_since(before: frozenset[Path]) -> list[str]:
 
 
 def describe(found: Iterable[str]) -> str:
-    """Formats the message of a test that fails for what it left behind.
+    """Formats the message of a test that fails because of what it left behind.
 
     >>> print(describe(["process 4711: sleep 100"]))
     the test left something behind:

@@ -130,7 +130,7 @@ def verify_resume(
 ) -> ResumeReport:
     """Kills and resumes a script at up to four points, on `nproc` ranks and, if given, resumed on `other_nproc`.
 
-    `at` chooses points: first-epoch, boundary, last-epoch, end; by default all, of one epoch the first and last. The
+    `at` chooses points: first-epoch, boundary, last-epoch, end; by default all that the training has. The
     script uses `pipe.enable_checkpointing`, whose interval is set from outside, or saves in a loop of its own with a
     `hw.train.Ledger`. Runs are written to a temporary directory, or to `keep`. `timeout` is for one start; `progress`
     is called with a line before each.
