@@ -21,15 +21,15 @@ module load cuda
 source env.sh
 
 run='/data/my runs/x-1'
-# Submitted by hand, SLURM writes elsewhere: the output goes where that of the other starts is.
+# If this is submitted by hand, SLURM writes elsewhere: the output then goes where that of the other starts is.
 log="$run"/log/job.txt
 if ! [ /proc/self/fd/1 -ef "$log" ] && { : >> "$log"; } 2> /dev/null; then
   echo "the output goes to $log"
   exec >> "$log" 2>&1
 fi
-# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+# One agent per node starts the ranks there. `--wait=0`: a node that ends early does not limit the others.
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24 --kill-on-bad-exit=1 --wait=0 \
   /opt/venv/bin/python -P -m headway agent --run "$run" &
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
-# This last command waits for srun, ends it should it outlive the agents, and has the job's exit status.
+# This last command waits for srun, ends it if it outlives the agents, and has the job's exit status.
 exec /opt/venv/bin/python -P -m headway.launcher.epilogue "$run" --step $!

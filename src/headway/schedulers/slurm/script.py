@@ -18,7 +18,7 @@ _TEXT = """\
 {directives}
 {setup}
 run={quoted_run}
-# Submitted by hand, SLURM writes elsewhere: the output goes where that of the other starts is.
+# If this is submitted by hand, SLURM writes elsewhere: the output then goes where that of the other starts is.
 log="$run"/{log}
 if ! [ /proc/self/fd/1 -ef "$log" ] && {{ : >> "$log"; }} 2> /dev/null; then
   echo "the output goes to $log"
@@ -29,20 +29,20 @@ fi
 _OF_AN_ARRAY = "by hand, submit the job.sh of a run: this one needs the number that --array gives a job"
 
 _AGENTS = """\
-# One agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+# One agent per node starts the ranks there. `--wait=0`: a node that ends early does not limit the others.
 {step} \\
   {agent} "$run" &
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
-# This last command waits for srun, ends it should it outlive the agents, and has the job's exit status.
+# This last command waits for srun, ends it if it outlives the agents, and has the job's exit status.
 exec {epilogue} "$run" --step $!
 """
 
 _PREPARED = """\
-# The nodes are prepared first, for example with data on their own disks: a step of its own, which may take its time.
+# The nodes are prepared first, for example with data on their own disks: in a step of its own, which may take long.
 {step} \\
   {prologue} "$run" &
-# This last command waits for it, ends it should a node be lost, and has the job's exit status. Then it runs the rest:
-# one agent per node starts the ranks there. `--wait=0`: nodes that end early do not hurry the others.
+# This last command waits for it, ends it if a node is lost, and has the job's exit status. Then it runs the rest:
+# one agent per node starts the ranks there. `--wait=0`: a node that ends early does not limit the others.
 exec {epilogue} "$run" --prologue $! \\
   {step} \\
   {agent} "$run"
