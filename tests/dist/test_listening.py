@@ -114,7 +114,7 @@ def test_a_port_that_is_open_on_all_networks_is_reported_once(
     assert {"node-b", "127.0.0.2", "127.0.0.3"} <= {*names}
     (line,) = caplog.messages
     assert line.startswith(
-        "node-b is not one address of this host, so ports for other nodes are open on all of its"
+        "node-b does not resolve to exactly one address of this host, so ports for other nodes are open on all of its"
     )
 
 

@@ -390,7 +390,8 @@ def test_a_folder_that_others_could_write_is_not_used(
     folder.chmod(0o777)
     for _ in range(3):  # ranks
         assert private_directory(tmp_path) is None
-    assert caplog.text.count(f"{folder} is drwxrwxrwx of {ownership.user(os.geteuid())} and is not used") == 1
+    owner = ownership.user(os.geteuid())
+    assert caplog.text.count(f"{folder} has mode drwxrwxrwx and belongs to {owner}; it is not used") == 1
     folder.rmdir()
     folder.symlink_to(tmp_path)
     assert private_directory(tmp_path) is None

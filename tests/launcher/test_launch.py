@@ -457,7 +457,7 @@ def test_mistakes_are_found_before_anything_is_made(
     refused("must hold each of the ranks 0 to 1 exactly once", work.hot, on=hw.Local(nproc=2), groups=[[0]])
     refused("exactly once", work.hot, on=hw.Local(nproc=2), groups=[[0, 1], [1]])
     refused("there is no 'no-mpirun'", work.hot, on=hw.Mpi(mpirun="no-mpirun"))
-    refused("launch takes the array itself", work.hot, on=hw.Slurm(array=("lr=1,2",)))
+    refused("give the array to launch", work.hot, on=hw.Slurm(array=("lr=1,2",)))
     refused("free memory", work.hot, on=hw.Local(nproc=100_000))
     refused(r"work_of_ranks:waits with its arguments cannot be sent .*lock", work.waits, threading.Lock())
     refused(r"work_of_ranks:hot\(\) cannot be called .*: too many positional arguments", work.hot, 3)

@@ -299,7 +299,7 @@ def test_what_a_container_has_closed_is_left_out(kind: str, monkeypatch: pytest.
             code = project_files.gather(folder / "train.py", limit=10**9)
         finally:
             os.seteuid(os.getuid())
-    assert "train.py" in code.names and "pgdata/ (it may not be read)" in code.left_out
+    assert "train.py" in code.names and "pgdata/ (no permission to read it)" in code.left_out
 
 
 def test_settings_of_a_home_in_git_are_not_code(tmp_path: Path, run: Run) -> None:
@@ -359,7 +359,7 @@ def test_of_a_home_only_the_files_beside_the_script(
     take(run, "train.py")
     assert runs(run) == "1\n"
     assert sorted(p.name for p in run.snapshot_dir.iterdir()) == ["helper.py", "train.py"]
-    assert "project/ (a directory of a home)" in load(run).left_out
+    assert "project/ (a directory in a home directory)" in load(run).left_out
 
 
 def test_a_copy_that_fails_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

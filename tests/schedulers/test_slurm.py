@@ -164,7 +164,7 @@ def test_a_requeue_without_an_answer_may_have_been_done() -> None:
             {"account": "lab"},
             "account 'lab' may not be charged for this partition; there are: cpu, gpu",
         ),
-        ("Invalid qos specification", {"qos": "hi"}, "there is no qos 'hi' for you; there are: cpu, gpu"),
+        ("Invalid qos specification", {"qos": "hi"}, "qos 'hi' is not available to you; there are: cpu, gpu"),
         (
             "allocation failure: Requested time limit is invalid (missing or exceeds some limit)",
             {"time": "9-0"},
@@ -213,7 +213,7 @@ def test_a_refusal_names_what_sbatch_has_read_from_a_variable(monkeypatch: pytes
     found = {
         "invalid partition specified": "there is no partition 'gup'; did you mean 'gpu'?",
         "time limit is invalid": "time='9-0' is not allowed here",
-        "Invalid qos specification": "there is no qos 'hi' for you",
+        "Invalid qos specification": "qos 'hi' is not available to you",
         "Invalid account": "account 'lab' may not be charged",
     }
     for said, sentence in found.items():

@@ -128,7 +128,7 @@ def _number(environ: Environ, name: str, launcher: str) -> int:
         raise UsageError(f"this process looks like it was started by {launcher}, but {name} is not set")
     if not text.isdecimal():
         raise UsageError(
-            f"{name}={text[:40]!r} is not a whole number; it is set by {launcher}, do not set it by hand"
+            f"{name}={text[:40]!r} is not a whole number; {launcher} sets it: do not set it by hand"
         )
     return int(text)
 

@@ -221,8 +221,8 @@ def listen_on(name: str | None) -> tuple[socket.socket, tuple[str, ...]]:
 @cache
 def _report_open(name: str | None) -> None:
     logger.info(
-        "%s is not one address of this host, so ports for other nodes are open on all of its networks, to those who "
-        "have the key of the launch",
+        "%s does not resolve to exactly one address of this host, so ports for other nodes are open on all of its "
+        "networks, to all who have the key of the launch",
         name,
     )
 

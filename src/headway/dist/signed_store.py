@@ -59,8 +59,8 @@ class SignedStore(c10d.Store):
         found = self._inner.get(key)
         if _is_number(found):
             raise UsageError(
-                f"{key!r} in the store is a number that nobody has signed; if a rank counts there, read it with "
-                f"add(name, 0), which returns it"
+                f"{key!r} in the store is a number without a signature; if it is a counter, read it with "
+                f"add(name, 0), which returns its value"
             )
         return verify(self._key, f"the value of {key!r} in the store", found)
 

@@ -239,7 +239,7 @@ def _check(function: object, target: object, groups: Groups, count: int) -> None
     if isinstance(target, ClusterTarget):
         if target.array:
             raise UsageError(
-                "launch takes the array itself, not its target: hw.launch(function, array=[{'lr': 1e-3}, {'lr': 3e-4}])"
+                "give the array to launch, not to its target: hw.launch(function, array=[{'lr': 1e-3}, {'lr': 3e-4}])"
             )
         if len({*target.node_range}) > 1:
             raise UsageError(

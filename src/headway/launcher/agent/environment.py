@@ -164,8 +164,8 @@ def _warn_of_parent(why: str) -> None:
 @cache
 def _warn_of_foreign(directory: Path, mode: str, uid: int) -> None:
     logger.warning(
-        "%s is %s of %s and is not used, since files in it would be executed: compiled kernels are cached where "
-        "torch does; remove it, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR",
+        "%s has mode %s and belongs to %s; it is not used, since files in it would be executed: compiled kernels are "
+        "cached where torch does; remove it, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR",
         directory,
         mode,
         ownership.user(uid),

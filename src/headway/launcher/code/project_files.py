@@ -37,7 +37,7 @@ _NOISE = re.compile(
 _RESULTS = re.compile(
     "build|checkpoints|data|datasets|dist|lightning_logs|logs|mlruns|outputs|runs|tmp|wandb"
 )
-_CLOSED = "it may not be read"
+_CLOSED = "no permission to read it"
 
 
 @final
@@ -206,7 +206,7 @@ def _is_home(path: Path) -> bool:
 
 def _not_code(path: Path) -> str | None:
     if _is_home(path.parent):
-        return "a directory of a home"
+        return "a directory in a home directory"
     if not _may_read(path):
         return _CLOSED
     if (path / "pyvenv.cfg").exists():

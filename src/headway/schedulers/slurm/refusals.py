@@ -47,7 +47,7 @@ def _account(request: JobRequest, client: SlurmClient) -> str:
 def _qos(request: JobRequest, client: SlurmClient) -> str:
     wanted = _wanted(request, "qos")
     found = client.run("sacctmgr", "-nP", "show", "qos", "format=name")
-    what = f"there is no qos {wanted!r} for you" if wanted else "give --qos"
+    what = f"qos {wanted!r} is not available to you" if wanted else "give --qos"
     return f"{what}{_instead(wanted, found.lines)}"
 
 
