@@ -79,7 +79,7 @@ class Target(ABC):
         names = [each.name for each in target_fields(cls)]
         given = {str(key).replace("-", "_"): value for key, value in values.items() if key != "kind"}
         if values.get("kind", cls.kind) != cls.kind:
-            raise UsageError(f"kind: {values['kind']!r} is not a description of {cls.kind}")
+            raise UsageError(f"kind: {values['kind']!r} does not describe a target of kind {cls.kind}")
         for name in given:
             if name not in names:
                 raise unknown_name(f"setting of {cls.kind}", name, names)
@@ -236,7 +236,7 @@ class Slurm(ClusterTarget):
     account: str | None = option(None, "account to charge")
     qos: str | None = option(None, "quality of service")
     constraint: str | None = option(None, "features that nodes must have")
-    exclusive: bool = option(False, "share the nodes with no other job")
+    exclusive: bool = option(False, "do not share the nodes with other jobs")
     array: tuple[str, ...] = option((), "NAME=V1,V2 ...: one job of an array for each combination of values")
     array_limit: int | None = option(None, "how many jobs of the array may run at once")
     extra: Mapping[str, Any] = option({}, "any other option of sbatch: licenses=fluent:1")
@@ -247,7 +247,7 @@ class Slurm(ClusterTarget):
     pre_to: str = option(
         "$SLURM_TMPDIR", "directory on each node to copy to, for --pre; ranks find it in HEADWAY_STAGED"
     )
-    doctor: bool = option(False, "examine the nodes first, and end with 1 if they would break the run")
+    doctor: bool = option(False, "examine the nodes first, and exit with 1 if they would break the run")
     alert: tuple[str, ...] = option(
         (),
         "failed, stopped, finished or all: send an alert at the end, to $HEADWAY_ALERT_URL or $HEADWAY_ALERT_COMMAND",
