@@ -213,7 +213,7 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
         which = f"step {missing[0]} is missing" if missing else f"step {extra[0]} is extra"
         return False, f"{len(theirs)} steps instead of {len(mine)}; {which}"
     if not same_ranks and any(_unknown(row) for row in (*mine.values(), *theirs.values())):
-        return False, "the loader does not identify its samples: use hw.data.DataLoader or hw.data.ShardLoader"
+        return False, "the loader does not name its samples: use hw.data.DataLoader or hw.data.ShardLoader"
     for step in mine:
         wrong = _differences(mine[step], theirs[step], same_ranks=same_ranks)
         if wrong:
