@@ -41,7 +41,7 @@ from headway.system.failpoints import failpoint
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOOK_PAUSES_S = (0.0, 0.1, 1.0, 10.0)
-"""before each check of a checkpoint that changes while the ranks read it; another host may see changes late"""
+"""waits before the checks of a checkpoint that changes while the ranks read it; another host may see changes late"""
 
 _REPLACED = "a later save has replaced it"
 
@@ -156,7 +156,7 @@ def load_best(
             return load(path, state)
         except UsageError:
             if exchange.from_root(Path(path).is_dir):
-                raise  # otherwise a running training has a better one by now, and has removed this one
+                raise  # otherwise a process that trains has saved a better one and removed this one
 
 
 def find_valid(where: CheckpointRoot) -> Path | None:
@@ -226,7 +226,7 @@ def _put_back(where: CheckpointRoot) -> None:
 
 
 def _set_aside(where: CheckpointRoot, path: Path) -> str | None:
-    """Renames a damaged checkpoint, if that is possible; returns its name then, or None if it no longer exists."""
+    """Renames a damaged checkpoint if possible; returns the name that it has then, or None if it no longer exists."""
     if not os.path.lexists(path):
         return None
     if not _may_rename(where):

@@ -1,4 +1,4 @@
-"""Readers that fill tensors from named ones; torch's planner decides which parts each rank reads.
+"""Readers that fill tensors by name from a checkpoint or files; torch's planner decides what each rank reads.
 
 The caller has verified the files.
 """
@@ -33,7 +33,7 @@ class FileOpener(Protocol):
 
 
 class TensorReader(ABC):
-    """Fills tensors, whole or sharded, from named ones; each rank reads only the parts that it holds."""
+    """Fills tensors, whole or sharded, from stored ones by name; each rank reads only the parts that it holds."""
 
     def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
         self.entries = entries

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep, and the removal of the others, which a kill at any time leaves safe."""
+"""Which checkpoints to keep, and the removal of the others, which is safe to kill at any time."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def prune(where: CheckpointRoot, retention: Retention) -> list[Path]:
     """Removes the checkpoints that need not be kept and returns their paths. Call it on one rank, between saves.
 
     A checkpoint is renamed before its files are removed, so that a kill never leaves a half-deleted one under its name.
-    Directories without a valid manifest are neither counted nor removed. A failed removal is a warning. `RunLocked` if
-    another process holds the run.
+    Directories without a valid manifest are neither counted nor removed. If a removal fails, it only warns. `RunLocked`
+    if another process holds the run.
 
         rules = hw.checkpoint.Retention(keep_last=3, keep_best="val/loss", best="min")
         removed = hw.checkpoint.prune("checkpoints", rules)

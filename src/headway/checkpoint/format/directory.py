@@ -44,7 +44,7 @@ class DamagedCheckpoint(ValueError):
 
 @final
 class MovedCheckpoint(DamagedCheckpoint):
-    """Raised when another directory has the path of a checkpoint by now: it must be read from the start."""
+    """Raised when another directory now has the path of a checkpoint, which must then be read from the start."""
 
 
 @final
@@ -114,7 +114,7 @@ class CheckpointDirectory:
             raise
 
     def _reopen(self, name: str) -> None:
-        """Opens the directory again; `MovedCheckpoint` if another has its path by now: two saves are never mixed."""
+        """Opens the directory again; `MovedCheckpoint` if another one now has its path: two saves are never mixed."""
         fresh, inode = self._open()
         try:
             if inode != self._inode:

@@ -11,7 +11,7 @@ from headway.checkpoint.format.directory import CheckpointDirectory, DamagedChec
 from headway.checkpoint.format.manifest import INDEX, Manifest, read_document, read_index, read_manifest
 
 _MOST_TRIES = 4
-"""to read a checkpoint that changes meanwhile; a step is replaced at most once, when its stage ends"""
+"""attempts to read a checkpoint that changes meanwhile; a step is replaced at most once, when its stage ends"""
 
 
 def verify(directory: str | os.PathLike[str]) -> list[str]:
@@ -37,13 +37,13 @@ def check(path: Path, *, rank: int = 0, size: int = 1) -> tuple[str | None, list
             save, names = manifest.save, list(manifest.files)[rank::size]
             return save, find_problems(directory, manifest, names)
     except MovedCheckpoint as problem:
-        return None, [str(problem)]  # of which save is unknown: callers check again
+        return None, [str(problem)]  # it is unknown which save has the problem: callers check again
     except DamagedCheckpoint as problem:
         return save, [str(problem)]
 
 
 def read_save(path: Path) -> str | None:
-    """Returns the name of the save at a path, which differs if a step was replaced; None if it is unknown."""
+    """Returns the name of the save at a path, which changes when a step is replaced; None if it is unknown."""
     try:
         with CheckpointDirectory(path) as directory:
             return read_manifest(directory).save

@@ -20,7 +20,7 @@ from headway.errors import UsageError
 from headway.system.log import logger
 
 _USUAL_METRIC = "val/loss"
-"""by which a checkpoint is the best if the run had no `keep_best`"""
+"""the metric that decides which checkpoint is the best if the run had no `keep_best`"""
 
 
 @final
@@ -71,7 +71,7 @@ def list_checkpoints(where: Path, *, metric: str | None = None) -> list[Checkpoi
 def find_best(where: Path, *, metric: str | None = None) -> Path:
     """Returns the checkpoint of a run with the best metric; `UsageError` if none has it.
 
-    It warns if the run had no `keep_best`, for then the best one may have been removed.
+    It warns if the run had no `keep_best`, since the best one may then have been removed.
     """
     parent = checkpoints_at(where.absolute())
     manifests = read_manifests(parent)

@@ -1,5 +1,5 @@
 """Weights of a model, from wherever they are: a run, a checkpoint, safetensors, Hugging Face, a torch file.
 
-`source` names them and finds where they lie, `readers` opens them as named tensors that are read when they are needed,
-and `loading` matches their names with those of a model and says what did not match.
+`source` names and finds them, `readers` opens them as named tensors that are read when they are needed, and `loading`
+matches their names with those of a model and says what did not match.
 """

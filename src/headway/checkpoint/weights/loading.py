@@ -106,7 +106,7 @@ def load_weights(
         path = weights.locate()
         saves = RankExchange(f"read weights from {path}").all_gather(read)
         if len({save for both in saves for save in both}) == 1:
-            return reports[-1]  # otherwise a running training replaced or removed it: read again
+            return reports[-1]  # otherwise a process that trains replaced or removed it: read again
 
 
 def _part(
@@ -117,7 +117,7 @@ def _part(
     parts = _parts(reader, "models", wanted)
     is_file = weights.model is None and not (path / MANIFEST).exists()
     if is_file and any(name in known for name in reader.entries):
-        parts = []  # names of the model as they are, which may begin with "models.", too
+        parts = []  # the names are those of the model, which may begin with "models.", too
     if not parts:  # a file, or a checkpoint that a script saved without a pipeline
         if weights.ema:
             raise UsageError(f"{path} has no averaged weights: pass ema=False")

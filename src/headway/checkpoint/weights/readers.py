@@ -42,14 +42,14 @@ _NAMES = (
     "diffusion_pytorch_model.safetensors",
     "pytorch_model.bin",
 )
-"""of the weights in a Hugging Face directory, in order of preference; several files have an index beside them"""
+"""files of weights in a Hugging Face directory, in order of preference; several files have an index beside them"""
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 """the usual keys of the weights in a torch file that has more than weights"""
 _UNREADABLE = (
     pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError,
     OverflowError, struct.error,
 )  # fmt: skip
-"""what torch raises for a damaged file, or for one of another kind: it follows the bytes of a pickle as they are"""
+"""what torch raises for a damaged file, or for one of another kind: it interprets the bytes of a pickle unchecked"""
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # in messages of torch
 
 

@@ -53,7 +53,7 @@ class BackgroundSave:
         exchange = RankExchange(
             f"write step {target.step}",
             store=self._store,
-            # each rank gives up its own writer process before the other ranks give up the rank
+            # each rank gives up on its own writer process before the other ranks give up on the rank
             timeout_s=self._timeout_s + 6 * self._clean_up_s,
         )
         wait_for_copy = self._start_copy(agreed.share)

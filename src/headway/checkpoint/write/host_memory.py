@@ -29,7 +29,7 @@ class HostCopy:
         self._copies = copies
 
     def wait(self) -> float:
-        """Waits until the copy is complete; returns the seconds in which a device did nothing else."""
+        """Waits until the copy is complete; returns for how many seconds a device did nothing but copy."""
         for _, end in self._copies:
             end.synchronize()
         return max((begin.elapsed_time(end) / 1000 for begin, end in self._copies), default=0.0)

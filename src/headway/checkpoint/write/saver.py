@@ -29,7 +29,7 @@ from headway.system.failpoints import failpoint
 
 @final
 class Saver:
-    """Saves states of a run, one after the other. All ranks make one, and call `save`, `wait` and `close` in order.
+    """Saves states of a run, one after the other. All ranks create one, and call `save`, `wait` and `close` in order.
 
     In the background, `save` returns when this rank's share of the state is copied to host memory. At most one save is
     pending: the next one waits for it. If it failed on any rank, the next `save` or `wait` raises the cause on all

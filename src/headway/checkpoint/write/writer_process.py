@@ -40,11 +40,11 @@ _IGNORED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGIN
 _PR_SET_PDEATHSIG = 1
 _REAP_S = 1.0
 _CHECK_S = 1.0
-"""between two checks of the writer process by a rank that waits for it"""
+"""time between two checks of the writer process by a rank that waits for it"""
 _STOPPED_CHECKS = 10
-"""after how many checks in a row a stopped writer process is ended"""
+"""after how many checks in a row a stopped writer process is killed"""
 _STOPPING_CHECKS = 15
-"""after how many checks a rank that is requested to stop names the writer process"""
+"""after how many checks a rank that was requested to stop logs which writer process it waits for"""
 
 
 # --- in the rank
