@@ -110,7 +110,7 @@ def test_what_does_not_match_is_said(tmp_path: Path, capfd: pytest.CaptureFixtur
     pipe, net = Pipeline(root=tmp_path), make_net()
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     message = (
-        r"model 'net' does not have the weights that were given: 6 of 9 tensors from .*net.safetensors; "
+        r"model 'net' does not match the given weights: 6 of 9 tensors from .*net.safetensors; "
         r"missing: first.bias; of another shape: last.weight, last.bias; left over: old.scale; pass strict=False"
     )
     with pytest.raises(UsageError, match=message):
@@ -173,9 +173,7 @@ def test_a_torch_file_that_would_execute_is_refused(tmp_path: Path) -> None:
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "args.pt")
     assert "\x1b" not in str(caught.value)
     save_file({k: torch.ones(3, 3, 3) for k in make_net().state_dict()}, tmp_path / "other.safetensors")
-    with pytest.raises(
-        UsageError, match=r"no tensor of the shape that it has in .*; of another shape: first"
-    ):
+    with pytest.raises(UsageError, match=r"no tensor with the same shape as in .*; of another shape: first"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "other.safetensors")
     with pytest.raises(UsageError, match="there are no weights at"):
         Pipeline(root=tmp_path).register_model("net", make_net(), init_from=tmp_path / "nowhere")
@@ -215,7 +213,7 @@ def test_the_last_the_best_or_any_checkpoint_of_a_run(tmp_path: Path) -> None:
     ):
         Weights(run, at=9).locate()
     with pytest.raises(
-        UsageError, match=r"has the metric 'val/bleu', so none is the best: metrics .*val/loss"
+        UsageError, match=r"has the metric 'val/bleu', so none is the best; saved metrics: .*val/loss"
     ):
         checkpoint.load_best(run, metric="val/bleu")
     del pipe

@@ -119,7 +119,7 @@ def _warn_of_rest(hidden: Path) -> None:
     except OSError as error:
         if error.errno not in _IN_USE:
             warnings.warn(
-                f"{hidden} could not be removed, and takes space: {error.strerror}; the next save tries again",
+                f"{hidden} could not be removed, and still takes space: {error.strerror}; the next save tries again",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -76,14 +76,14 @@ def find_best(where: Path, *, metric: str | None = None) -> Path:
     parent = checkpoints_at(where.absolute())
     manifests = read_manifests(parent)
     if not manifests:
-        raise UsageError(f"{where} has no checkpoints: take a run that has saved; headway runs lists them")
+        raise UsageError(f"{where} has no checkpoints: choose another run; to list runs: headway runs")
     kept = _kept_metric(parent, manifests) if metric is None else None
     wanted = metric or kept or _USUAL_METRIC
     best = _best(manifests, wanted)
     if not best:
         saved = ", ".join(sorted({name for each in manifests.values() for name in each.metrics})) or "none"
         raise UsageError(
-            f"no checkpoint of {where} has the metric {wanted!r}, so none is the best: metrics that were saved: {saved}"
+            f"no checkpoint of {where} has the metric {wanted!r}, so none is the best; saved metrics: {saved}"
         )
     step = best.pop()
     if metric is None and kept is None:

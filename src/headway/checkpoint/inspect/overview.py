@@ -49,7 +49,7 @@ def find(path: Path) -> list[Path]:
     parent = checkpoints_at(path)
     found = [step_dir(parent, step) for step in reversed(list_steps(parent))]
     if not found:
-        raise UsageError(f"{parent} has no checkpoints: take a run that has saved; headway runs lists them")
+        raise UsageError(f"{parent} has no checkpoints: choose another run; to list runs: headway runs")
     return found
 
 
@@ -76,7 +76,7 @@ def read(path: Path) -> Overview:
         return _read_file(path)
     except DamagedCheckpoint as problem:
         raise NoValidCheckpoint(
-            f"{path} is damaged: {problem}. headway checkpoint verify RUN shows which ones are not"
+            f"{path} is damaged: {problem}. To find a valid checkpoint: headway checkpoint verify RUN"
         ) from problem
 
 

@@ -231,19 +231,19 @@ def _check(
 ) -> None:
     if not report.matched and report.mismatched:
         raise UsageError(
-            f"model {model!r} has no tensor of the shape that it has in {report.path}; of another shape: "
+            f"model {model!r} has no tensor with the same shape as in {report.path}; of another shape: "
             f"{shorten_list(report.mismatched, limit=3)}: build the model with the settings of those weights"
         )
     if not report.matched:
         here = shorten_list([*report.missing, *report.mismatched], limit=3)
         raise UsageError(
-            f"model {model!r} has none of the tensors in {report.path}: it has {here}, they have "
+            f"model {model!r} has none of the tensors in {report.path}: it has {here}, the weights have "
             f"{shorten_list(list(found), limit=3)}; pass rename={{'old.': 'new.'}}"
         )
     complete = not report.missing or any(set(report.missing) <= set(names) for names in optional)
     if strict and (not complete or report.mismatched or report.left_over):
         raise UsageError(
-            f"model {model!r} does not have the weights that were given: {report}; pass strict=False to "
+            f"model {model!r} does not match the given weights: {report}; pass strict=False to "
             "register_model(..., init_from=...) to load what matches, or rename="
         )
 

@@ -147,7 +147,7 @@ def _find_files(path: Path) -> list[Path]:
     if found:
         names = ", ".join(file.name for file in found[:3])
         raise UsageError(
-            f"{path} has several safetensors files ({names}, ...) and not one index of all: give one of the files"
+            f"{path} has several safetensors files ({names}, ...) and no single index: give one of the files"
         )
     raise UsageError(f"{path} is not a directory of weights: it has none of {', '.join(_NAMES)}: give a file")
 

@@ -202,16 +202,16 @@ class _WriterWait:
         if self._stopped_checks >= _STOPPED_CHECKS:
             raise StorageError(
                 f"the process that writes {self._writing} (pid {self._pid}) was stopped (SIGSTOP) for "
-                f"{_STOPPED_CHECKS * _CHECK_S:g} s, and is ended; earlier checkpoints are unchanged"
+                f"{_STOPPED_CHECKS * _CHECK_S:g} s and was killed; earlier checkpoints are unchanged"
             )
         self._stopping_checks += stop_requested.is_set()
         if self._stopping_checks == _STOPPING_CHECKS:
             logger.warning(
-                "the run stops when process %d has written %s; it has not for %g s (%s)",
+                "the run stops when process %d has written %s; it has waited %g s so far (%s)",
                 self._pid,
                 self._writing,
                 _STOPPING_CHECKS * _CHECK_S,
-                "it waits for the disk" if state == psutil.STATUS_DISK_SLEEP else state,
+                "the process waits for the disk" if state == psutil.STATUS_DISK_SLEEP else state,
             )
 
 
