@@ -34,7 +34,7 @@ AlertEvent = Literal["failed", "stopped", "silent", "finished"]
 EVENTS: tuple[AlertEvent, ...] = get_args(AlertEvent)
 _COMMAND_S = 30.0
 _WHY_CHARACTERS = 1000
-"""of the reason in a message: Discord refuses messages of more than 2,000 characters"""
+"""the limit for the reason in a message: Discord refuses messages of more than 2,000 characters"""
 
 
 @final
@@ -140,7 +140,7 @@ class AlertChannels:
 
     def send(self, alert: Alert) -> list[str]:
         """Sends an alert through all channels, with a few tries each; returns the problems. May take long."""
-        from headway.record.webhook import post  # takes 40 ms, which agents without alerts save
+        from headway.record.webhook import post  # the import takes 40 ms, which agents without alerts save
 
         problems = []
         if self.url is not None and (problem := post(self.url, alert.to_dict())):
@@ -244,5 +244,5 @@ def _call(command: tuple[str, ...], alert: Alert) -> str | None:
 
 
 def _any_text(text: str) -> str:
-    """Escapes what neither UTF-8 nor an argument can hold: an error may name files that are not UTF-8."""
+    """Escapes what UTF-8 or an argument cannot hold: an error may contain file names that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", r"\x00")

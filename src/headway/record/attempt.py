@@ -40,7 +40,7 @@ _REPORT_LIMIT_S = 60.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A running attempt: the run, the number of the attempt from 1, this rank's log, and, on rank 0, the run's lock.
+    """A running attempt: the run, the attempt's number (from 1), this rank's log, and, on rank 0, the run's lock.
 
     with hw.record.recording(run, world) as recording:
         print(recording.run.path, recording.attempt)
@@ -107,9 +107,9 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
 
 
 def _root_leaves_last() -> Callable[[object, BaseException | None, object], None]:
-    """Returns the `__exit__` of a block that rank 0 leaves last, so that a rank that fails before fails the attempt.
+    """Returns the `__exit__` of a block that rank 0 leaves last, so that a failure of any other rank fails the attempt.
 
-    The other ranks do not wait, so that a rank that needs one whose script has ended fails at once.
+    The other ranks do not wait, so a rank that still needs one whose script has ended fails at once.
     """
     limit_s = HEARTBEAT.period or FOREVER.total_seconds()  # as for the exit of a rank
     exchange = RankExchange("leave hw.record.recording", channel="recording", timeout_s=limit_s)

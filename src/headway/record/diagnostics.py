@@ -1,6 +1,6 @@
 """Diagnostics: facts about machine, software and code that help to explain a run later. One JSON line per attempt.
 
-Only variables of an allow-list are recorded, and everything is redacted: run directories are copied, mailed and put on
+Only variables on an allow-list are recorded, and everything is redacted: run directories are copied, mailed and put on
 shared disks.
 """
 

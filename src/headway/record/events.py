@@ -1,4 +1,4 @@
-"""Events of a run, a row each: starts, stages, checkpoints, warnings, stragglers, changed weights, ends of attempts.
+"""Events of a run, one row each: starts, stages, checkpoints, warnings, stragglers, changed weights, ends of attempts.
 
 Rank 0 writes `events.jsonl`. Each other rank has its own file, created with its first warning.
 """

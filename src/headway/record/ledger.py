@@ -1,4 +1,4 @@
-"""The ledger of a run: for each step its loss to the last bit, its samples, and the state of random numbers.
+"""The ledger of a run: for each step, its loss to the last bit, its samples, and its random state.
 
 Two runs whose rows are all equal have trained identically. `train.resume.ledger_writer` appends to `ledger.jsonl` on
 rank 0, at log points; this module reads it. A resumed attempt repeats some steps; its rows come later in the file, and

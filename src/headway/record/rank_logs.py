@@ -3,7 +3,7 @@
 Rank 0 keeps its terminal and also writes the file: `sys.stdout` and `sys.stderr` become streams that write to both and
 otherwise (isatty, fileno, encoding, buffer) act as the originals. The other ranks write only the file; file descriptors
 1 and 2 point to it as well, so that the output of C and C++ code, of child processes, and crash dumps go there, too,
-unchanged. Output of Python is written in whole lines, each in its last state, without escape sequences and secrets.
+unchanged. Output of Python is written in whole lines, each in its last state, without escape sequences or secrets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankLog:
     """The log of a rank while it is installed.
 
     with hw.record.rank_log(run, rank=world.rank, attempt=1):
-        print("into the log of this rank, and of rank 0 to the screen")
+        print("to the log of this rank, and on rank 0 also to the terminal")
     """
 
     file: LogFile

@@ -1,4 +1,4 @@
-"""Samples of the devices of a node while a run trains: GPUs by NVML, the rest by psutil, as rows in `nodes/HOST.jsonl`.
+"""Samples of a node's devices while a run trains: GPUs with NVML, the rest with psutil, as rows in `nodes/HOST.jsonl`.
 
 One process per node takes them, a child of local rank 0, so that a driver call that hangs delays neither training nor
 the agent. The process ends with its parent, or once another process holds the run.

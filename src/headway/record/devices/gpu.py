@@ -18,7 +18,7 @@ _THROTTLING = {
     nv.nvmlClocksThrottleReasonHwThermalSlowdown: "heat (hardware)",
     nv.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
 }
-"""reasons for lower clocks that users should know, which an idle GPU and clocks set by a user are not"""
+"""reasons for lower clocks that users should know about, unlike an idle GPU or clocks set by a user"""
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class MediaContent:
 
     kind: MediaKind
     bytes: int
-    """of memory until it is encoded"""
+    """how much memory it takes until it is encoded"""
     encode: Callable[[ImageFormat], EncodedMedia]
     caption: str = ""
 
@@ -131,7 +131,7 @@ def _take_cropped(figure: Figure, caption: str) -> MediaContent:
 
     def encode(format: ImageFormat) -> EncodedMedia:
         if format == "png":
-            width, height = struct.unpack(">II", data[16:24])  # of the header
+            width, height = struct.unpack(">II", data[16:24])  # from the header
             return EncodedMedia(data=data, ending="png", width=width, height=height)
         from PIL import Image
 
@@ -182,9 +182,9 @@ def _read_images(taken: Sequence[_TakenImages]) -> list[Pixels]:
 
 
 def _take_images(image: ImageLike) -> list[_TakenImages]:
-    if hasattr(image, "convert") and hasattr(image, "mode"):  # of Pillow
+    if hasattr(image, "convert") and hasattr(image, "mode"):  # a Pillow image
         mode = str(image.mode)
-        # of modes that begin with I or F, `convert` would cut off values
+        # `convert` would cut off the values of modes that begin with I or F
         kept = mode in ("L", "RGB", "RGBA") or mode.startswith(("I", "F"))
         image = np.asarray(image if kept else image.convert("RGBA" if mode in ("LA", "PA") else "RGB"))
     if not isinstance(image, Tensor | np.ndarray):
@@ -198,7 +198,7 @@ def _take_images(image: ImageLike) -> list[_TakenImages]:
 
 
 def _channels_first(shape: tuple[int, ...], is_tensor: bool) -> bool:
-    """Returns whether channels come before height and width; if both are possible, they do in tensors."""
+    """Returns whether channels come before height and width; in tensors they do if both are possible."""
     if len(shape) == 2:
         return False
     if len(shape) in (3, 4):
@@ -264,7 +264,7 @@ def count_values(values: Tensor, bins: int) -> Tensor:
 
 
 def take_text(text: str) -> MediaContent:
-    """Takes a text, without secrets; only the beginning of a very long one."""
+    """Keeps a text, without secrets; of a very long one, only the beginning."""
     if not isinstance(text, str):
         raise UsageError(f"log_text got a {type(text).__name__}: give text, such as tokenizer.decode(tokens)")
     rest = len(text) - _MAX_TEXT_CHARACTERS

@@ -22,7 +22,7 @@ Pixels = npt.NDArray[np.uint8]
 _ZLIB_LEVEL = 6
 _JPEG_QUALITY = 90
 _GRID_GAP_PIXELS = 2
-_PNG_COLORS = {1: 0, 2: 4, 3: 2, 4: 6}  # its number for gray, gray with alpha, RGB and RGBA
+_PNG_COLORS = {1: 0, 2: 4, 3: 2, 4: 6}  # PNG's numbers for gray, gray with alpha, RGB and RGBA
 
 
 def to_pixels(
@@ -44,7 +44,7 @@ def to_pixels(
 
 
 def value_span(images: Sequence[npt.NDArray[Any]]) -> tuple[float, float]:
-    """Returns the values of black and white: 0 and 1, for integers 0 and 255, or the extremes if values exceed these.
+    """Returns the values of black and white: 0 and 1 (integers: 0 and 255), or the extremes if some lie outside.
 
     >>> value_span([np.array([0.5]), np.array([0.2])]), value_span([np.array([0.5]), np.array([3.0])])
     ((0.0, 1.0), (0.5, 3.0))
@@ -85,7 +85,7 @@ def _with_channels(image: Pixels, channels: int) -> Pixels:
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """Returns a PNG file, encoded without another package; each byte is stored as its difference to the pixel before.
+    """Returns a PNG file, encoded without another package; each byte is stored as its difference from the pixel before.
 
     >>> encode_png(np.zeros((2, 2, 3), np.uint8))[:4]
     b'\\x89PNG'

@@ -60,7 +60,7 @@ class MediaItem:
 
     @property
     def label(self) -> str:
-        """The name in other systems: that of an item of another rank than 0 begins with the rank."""
+        """The name in other systems; it begins with the rank unless that is 0."""
         return f"rank-{self.rank}/{self.name}" if self.rank else self.name
 
     def path(self, run: Run) -> Path:
@@ -143,7 +143,7 @@ class MediaIndex:
 
 @final
 class MediaTail:
-    """Reads each item of a run once while they are logged, for all ranks or one, in file order.
+    """Reads each item of a run once, as it is logged, for all ranks or one, in file order.
 
     `offsets` are the bytes read so far of each rank's index: pass them to the next `MediaTail` to continue there.
     """

@@ -24,14 +24,14 @@ from headway.system.log import logger
 from headway.system.text import format_bytes
 
 _PENDING_BYTES = 1 << 28
-"""of media that are not encoded yet; beyond this, training waits"""
+"""how much memory media that are not encoded yet may take; beyond this, training waits"""
 _CLOSE_S = 5.0
 """how long a failed run waits for its media"""
 _SAVE_S = 60.0
 """how long a checkpoint waits for the media logged before it"""
 _LONGEST_PART = 200
 _THINNED_TO = 0.9
-"""of the limit, so that not every new item removes another one"""
+"""the fraction of the limit that is left after thinning, so that not every new item removes another one"""
 
 
 @final
@@ -313,9 +313,10 @@ class KeptFiles:
         self._sizes: dict[str, int] = {}
 
     def add(self, item: MediaItem) -> list[MediaItem]:
-        """Adds an item; returns those to remove: of the largest name, every second one of the older half.
+        """Adds an item; returns those to remove if the total exceeds the limit.
 
-        So the items of a name become sparser towards its beginning. The newest item of each name stays.
+        These are, of the name whose items take the most space, every second item in the older half. So the older items
+        of a name are sparser than the newer ones. The newest item of each name stays.
         """
         self.insert(item)
         gone: list[MediaItem] = []

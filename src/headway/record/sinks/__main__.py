@@ -27,7 +27,7 @@ from headway.system.jsonlines import Tail, parse_json
 _POLL_S = 1.0
 _CHUNK_BYTES = 1 << 20
 _ROOT_WAIT_S = 120.0
-_STATUS_WAIT_S = 5.0  # until the record of a killed run has its end
+_STATUS_WAIT_S = 5.0  # how long the end of a killed run may take to be recorded
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ class SinkSource:
             # the run reached its limit and removed the file while the sink read it
 
     def note_rows(self) -> None:
-        """Records how far the sink has received the rows; the file exists once the sink is open."""
+        """Records up to where the sink has received the rows; the file exists once the sink is open."""
         files.write_atomic(self._rows_file, f"{self._rows.offset}\n".encode())
 
 

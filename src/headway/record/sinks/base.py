@@ -17,7 +17,7 @@ from headway.run import Run
 from headway.system import files
 
 MetricRow = dict[str, Any]
-"""A row of the metrics file: `kind`, `time`, `step`, mostly `stage`, `epoch` and `metrics`; see `sinks.scalars`."""
+"""A row of the metrics file: `kind`, `time`, `step`, usually `stage`, `epoch` and `metrics`; see `sinks.scalars`."""
 
 RunStatus = Literal["done", "failed", "stopped", "interrupted"]
 """How an attempt ended; "stopped" means with a checkpoint, from which it can be resumed."""

@@ -55,7 +55,7 @@ class Csv(Sink):
         _sync(self._file)
 
     def _missing(self, point: Sequence[Any], values: dict[str, float]) -> dict[str, float]:
-        """Returns the values that an earlier process did not write; it may have been killed before it noted the row."""
+        """Returns the values that an earlier process did not write; it may have been killed before recording the row."""
         if not self._earlier:
             return values
         start = ["" if each is None else str(each) for each in point]
@@ -87,7 +87,7 @@ class Csv(Sink):
 
 
 def _sync(file: TextIO) -> None:
-    """Brings lines to the disk: the rows count as sent from then on."""
+    """Writes the lines to the disk: from then on, the rows count as sent."""
     file.flush()
     os.fsync(file.fileno())
 

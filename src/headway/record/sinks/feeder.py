@@ -33,7 +33,7 @@ _LAST_BYTES = 1 << 14
 
 
 def check_sink(sink: Sink, others: Sequence[Sink] = ()) -> None:
-    """Raises `UsageError` if the sink cannot be fed beside the others. Nothing is started."""
+    """Raises `UsageError` if the sink cannot be fed alongside the others. Nothing is started."""
     if not isinstance(sink, Sink):
         raise UsageError(f"{sink!r:.80} is not a sink: derive its class from headway.record.sinks.Sink")
     if not re.fullmatch(r"[\w.-]+", sink.name):

@@ -25,7 +25,7 @@ from headway.run import Run
 from headway.run.plain import leaves
 
 _NAME_CHARACTERS = 250
-"""that MLflow allows; the end of a longer name is kept, which says more than its beginning"""
+"""the most that MLflow allows; of a longer name, the end is kept, which says more than its beginning"""
 
 
 @final

@@ -41,7 +41,7 @@ class MlflowOptions(TypedDict, total=False):
 
 
 class TensorBoardOptions(TypedDict, total=False):
-    """The settings of `TensorBoard`, beside its directory."""
+    """The settings of `TensorBoard`, besides its directory."""
 
     max_queue: int
     flush_secs: float
@@ -53,5 +53,5 @@ def check_options(known: type, tracker: str, options: Mapping[str, object]) -> d
     for name in options:
         if name not in known.__annotations__:
             raise unknown_name(f"setting of {tracker}", name, known.__annotations__)
-    # `name` of a sink is that of its files
+    # the `name` of a sink is part of its file names
     return {"run_name" if name == "name" else name: value for name, value in options.items()}

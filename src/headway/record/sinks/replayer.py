@@ -36,7 +36,7 @@ def replay(
     if not known:
         raise UsageError(f"{run.id} had no sink: add one to the script, such as pipe.enable_wandb()")
     found = {}
-    with run.lock() as lock:  # so that no training feeds the same sink
+    with run.lock() as lock:  # so that no training process feeds the same sink
         held = run.held_as(lock.fence.number)
         attempts = run.info()["attempts"]
         status, code = (attempts[-1]["status"], attempts[-1]["exit_code"]) if attempts else ("failed", 1)

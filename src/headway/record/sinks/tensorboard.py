@@ -54,7 +54,7 @@ class TensorBoard(Sink):
         self._writer.flush()  # the rows count as sent from then on
 
     def _begin_session(self, step: int) -> None:
-        """Hides what was written from this step on, if an attempt begins here. Rows of earlier attempts, which these
+        """Hides what was written from this step on, if an attempt begins here. Rows of earlier attempts, which those
         could not deliver, may come first."""
         if self._restarted:
             start = self._events.SessionLog(status=self._events.SessionLog.START)

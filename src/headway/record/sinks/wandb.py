@@ -44,7 +44,7 @@ class Wandb(Sink):
     """None: the value of WANDB_MODE. Offline runs are written to the run directory, for `wandb sync`"""
     save_code: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """more of `wandb.Settings`, such as {"x_stats_sampling_interval": 30}"""
+    """further `wandb.Settings`, such as {"x_stats_sampling_interval": 30}"""
     artifacts: Sequence[str] = ()
     """files of the run directory that are uploaded when the run is done, such as "config.yaml" and "media/*/val" """
     shared: bool = False
