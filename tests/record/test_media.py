@@ -241,7 +241,7 @@ def test_a_batch_is_a_grid_in_rows_and_what_is_changed_afterwards_does_not_show(
                 caption="",
                 columns=None,
             ),
-            r"25 images that make 400,\d+,\d+ pixels, at most",
+            r"25 images with 400,\d+,\d+ pixels together, which is more than",
         ),
         (lambda: take_histogram([1.0], bins=0), "bins=0: give a whole number from 1 to 1024"),
         (lambda: take_histogram(torch.zeros(2, dtype=torch.complex64), bins=4), "complex"),
@@ -458,7 +458,7 @@ def test_a_checkpoint_waits_for_what_was_logged_before_it_alone_and_says_if_that
         writer.flush_before(2)()
         (message,) = messages
         assert message.startswith(
-            "media logged before the checkpoint of step 2 are not written after 0 s: if"
+            "media logged before the checkpoint of step 2 have not been written after 0 s: if"
         )
         free.set()
     assert len(read_media(run)) == 2

@@ -444,7 +444,7 @@ def test_what_trackers_take_is_what_their_packages_take() -> None:
     for wrong in ("config.yaml", ["/etc/passwd"], ["../x"], [""]):
         with pytest.raises(UsageError, match="artifact"):
             Wandb(artifacts=wrong)
-    with pytest.raises(UsageError, match="MLflow has tags with values"):
+    with pytest.raises(UsageError, match="the tags of MLflow have values"):
         Mlflow(tags=["a"])  # type: ignore[arg-type]
 
 

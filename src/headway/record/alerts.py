@@ -129,7 +129,7 @@ class AlertChannels:
             words = tuple(shlex.split(text))
         except ValueError as error:
             raise UsageError(
-                f"{environment.ALERT_COMMAND} is not a command: {error}"
+                f"{environment.ALERT_COMMAND} is not a valid command: {error}"
                 f"; give one such as 'mail -s {{subject}} me@example.org'"
             ) from error
         return cls(url=url, command=words)

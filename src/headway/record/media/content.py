@@ -89,8 +89,8 @@ def take_image(image: ImageLike, *, caption: str, columns: int | None) -> MediaC
     height, width, _ = grid_size(sizes, columns=columns) if sizes else (0, 0, 0)
     if height * width > _MAX_PIXELS:
         raise UsageError(
-            f"log_image got {len(sizes):,} images that make {height * width:,} pixels, at most {_MAX_PIXELS:,} are "
-            "kept: give fewer or smaller images, such as x[:16]"
+            f"log_image got {len(sizes):,} images with {height * width:,} pixels together, which is more than "
+            f"{_MAX_PIXELS:,}: give fewer or smaller images, such as x[:16]"
         )
 
     def encode(format: ImageFormat) -> EncodedMedia:

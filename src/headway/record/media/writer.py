@@ -40,9 +40,10 @@ class MediaSettings:
     """How images, figures, histograms and texts are kept: `pipe.set_media(max_gb=5, format="jpeg")`."""
 
     max_gb: float = 1.0
-    """of all files together, in units of 1e9 bytes; beyond it, some older items of the largest names are removed"""
+    """of all files together, in units of 1e9 bytes; beyond it, some older items of the names that take the most space
+    are removed"""
     format: ImageFormat = "png"
-    """"png" or, smaller and not exact, "jpeg" """
+    """"png", or "jpeg", which is smaller but not exact"""
     ranks: tuple[int, ...] | Literal["all"] = (0,)
     """the ranks that keep what they log; on the others, logging does nothing"""
 
@@ -172,8 +173,8 @@ class MediaWriter:
             if not written:
                 self._warn(
                     "save",
-                    f"media logged before the checkpoint of step {step:,} are not written after {_SAVE_S:.0f} s: if "
-                    "the run is killed now, those are lost",
+                    f"media logged before the checkpoint of step {step:,} have not been written after {_SAVE_S:.0f} s: "
+                    "if the run is killed now, they are lost",
                 )
 
         return wait
@@ -256,8 +257,8 @@ class MediaWriter:
         if thinned := self._kept.add(item):
             self._warn(
                 "limit",
-                f"media have reached {format_bytes(self._limit)}: from now on some of the older items of the largest "
-                "names are removed; pipe.set_media(max_gb=...) keeps more",
+                f"media have reached {format_bytes(self._limit)}: from now on, some older items of the names that take "
+                "the most space are removed; pipe.set_media(max_gb=...) keeps more",
             )
             self._remove(thinned, rows)
 

@@ -100,7 +100,7 @@ def find_artifacts(run: Run, patterns: Sequence[str]) -> list[Path]:
 def check_artifacts(patterns: Sequence[str]) -> None:
     """Raises `UsageError` for patterns of files that are not in the run directory."""
     if isinstance(patterns, str):
-        raise UsageError(f"artifacts={patterns!r} is a text: give a list, such as [{patterns!r}]")
+        raise UsageError(f"artifacts={patterns!r} is a string: give a list, such as [{patterns!r}]")
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern or pattern.startswith("/") or ".." in pattern:
             raise UsageError(

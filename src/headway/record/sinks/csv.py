@@ -55,7 +55,7 @@ class Csv(Sink):
         _sync(self._file)
 
     def _missing(self, point: Sequence[Any], values: dict[str, float]) -> dict[str, float]:
-        """Returns the values that an earlier process did not write; it may have been killed before recording the row."""
+        """Returns the values that an earlier process did not write; it may have been killed before recording a row."""
         if not self._earlier:
             return values
         start = ["" if each is None else str(each) for each in point]

@@ -53,7 +53,7 @@ class Mlflow(Sink):
         check_artifacts(self.artifacts)
         if not isinstance(self.tags, Mapping):
             raise UsageError(
-                f'tags={self.tags!r:.80}: MLflow has tags with values, such as {{"team": "vision"}}'
+                f'tags={self.tags!r:.80}: the tags of MLflow have values, such as {{"team": "vision"}}'
             )
 
     def open(self, run: Run) -> None:

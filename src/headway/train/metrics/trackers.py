@@ -71,7 +71,7 @@ class TrackerMethods(ABC):
         """Sets how the items of `log_image`, `log_figure`, `log_histogram` and `log_text` are kept.
 
         `max_gb` is the size of all files together, in units of 1e9 bytes: when it is reached, some of the older items
-        under the largest names are removed. `format` is "png" or "jpeg". Only `ranks` keep their items.
+        of the names that take the most space are removed. `format` is "png" or "jpeg". Only `ranks` keep their items.
 
         >>> pipe.set_media(max_gb=5, format="jpeg")
         """
