@@ -1,7 +1,7 @@
 """Training: the loop and what surrounds it.
 
 Start with `Pipeline`, then read loop.py, which is the whole loop. `Stage` and `TrainValStage` are what users subclass;
-run_state.py, loop_state.py and train_val_state.py hold the loop's own state of all three. metrics/ reduces, records
+run_state.py, loop_state.py and train_val_state.py hold the loop's own state for these three. metrics/ reduces, records
 and shows numbers; model/ places, wraps and updates models; resume/ saves and restores; diagnose/ explains what went
 wrong.
 """

@@ -93,8 +93,8 @@ class Pass:
     agreement: BatchAgreement | None = None
     """if ranks may have different numbers of batches: how many each takes"""
     ranks_changed: bool = False
-    """whether it began on another number of ranks: some ranks may have a batch less left than others, although a whole
-    pass has equally many"""
+    """whether it began on another number of ranks: some ranks may have one batch fewer left than others, although they
+    have equally many in a whole pass"""
 
     @property
     def ends_here(self) -> bool:

@@ -56,12 +56,12 @@ class Callback:
 
 
 def defines_hook(callback: Callback, name: str) -> bool:
-    """Whether a hook of a callback is the user's: of its class, or assigned to it."""
+    """Whether the user has defined this hook of a callback, in its class or by assignment."""
     return name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name)
 
 
 def check_stays_method(kind: type, home: type, name: str, value: object, caller: str = "the loop") -> None:
-    """Raises `UsageError` if a user's class has a value where `home`, the class of headway's, has a method."""
+    """Raises `UsageError` if a user's class has a value where `home`, headway's own class, has a method."""
     if name.startswith("_") or callable(value) or getattr_static(home, name, None) is None:
         return
     raise UsageError(

@@ -39,7 +39,7 @@ def check_new(kind: str, name: str, known: Mapping[str, object]) -> None:
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Raises `UsageError` unless a name is a text that can be printed on a line."""
+    """Raises `UsageError` unless a name is a text that can be printed on one line."""
     if not isinstance(name, str) or not name or not name.isprintable():
         raise UsageError(f"{name!r:.80} is not a valid name of a {kind}: give a line of printable text")
 
@@ -114,7 +114,7 @@ def check_train_dataset(stage: TrainValStage, loader: object) -> None:
     """Raises `UsageError` unless `train_dataset()` returned a registered loader."""
     known = stage.datasets.values()
     if any(loader is each for each in known) or any(isinstance(each, FirstBatch) for each in known):
-        return  # with fake data, another object is registered than the one that the user has
+        return  # with fake data, the registered object is not the one that the user has
     raise UsageError(
         f"train_dataset() of stage {stage.name!r} returned a {type(loader).__name__} that is not registered, whose "
         "epoch would not be set and whose position would not be saved: call pipe.register_dataset(name, loader) before "

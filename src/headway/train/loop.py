@@ -126,7 +126,7 @@ def finish_step(state: LoopState) -> None:
         log_point(state)
     if run.checkpointer:
         run.checkpointer.after_step(state)
-    # of short steps, one in many is measured, but not the first after a log point, when the device is idle
+    # if steps are short, one in many is measured, but not the first after a log point, when the device is idle
     measured = state.steps_done % timer.every == timer.every // 5
     if measured or timer.measuring:
         timer.begin_step(timer.every if measured else 0)

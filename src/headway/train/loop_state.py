@@ -157,7 +157,7 @@ class LoopState:
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        """Discards what is logged within: on a batch that has counted before, repeated or replayed; in a prediction."""
+        """Discards what is logged within the context: for a repeated or replayed batch, and in a prediction."""
         before, self._counts = self._counts, False
         try:
             yield
@@ -257,7 +257,7 @@ class LoopState:
     ) -> Pass:
         """Returns the next pass of this epoch: a new one, or one that had begun when the run was stopped.
 
-        `lengths` are the batches of all ranks; None if one does not know, and each has at most `total`. Unless all are
+        `lengths` are the batches of all ranks; None if any does not know, and each has at most `total`. Unless all are
         equal, ranks agree on the batches of each step.
         """
         if lengths is not None:
@@ -270,7 +270,7 @@ class LoopState:
         progress.skip = 0 if isinstance(loader, StatefulObject) else progress.batches_given
         self._passes_begun += 1
         if progress.ranks_changed and not splits_evenly(loader):
-            lengths = None  # of whole passes: they do not tell what is left of this one
+            lengths = None  # they are those of whole passes, and do not tell what is left of this one
         self.run.timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
         if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:
             progress.agreement = BatchAgreement(

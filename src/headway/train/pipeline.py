@@ -58,7 +58,7 @@ _SET_ONCE = frozenset(
         *("models", "registered_models", "optimizers", "schedulers", "datasets"),
     }
 )
-"""what the constructor makes, and nobody replaces"""
+"""attributes that the constructor creates and that nothing may replace"""
 
 OptimizerLike: TypeAlias = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -42,7 +42,7 @@ class Stage(ABC):
     """One part of a run, with a loop of your own.
 
     `self.batches(name)` yields the batches of a dataset on this rank's device; each iteration of the loop is one step.
-    It comes with timing, log points, progress and stop requests.
+    This includes timing, log points, progress and stop requests.
 
         class Gan(hw.Stage):
             def run_epoch(self):
@@ -52,13 +52,13 @@ class Stage(ABC):
 
         pipe.append_stage(Gan(), max_epochs=10)
 
-    What you write: `run_epoch`; if you like, `count_samples`, `predict` and the hooks `pre_stage`, `post_stage`,
+    What you write: `run_epoch`; optionally `count_samples`, `predict` and the hooks `pre_stage`, `post_stage`,
     `pre_epoch` and `post_epoch`. What you use: `log`, `log_image`, `log_figure`, `log_histogram`, `log_text`,
     `enable_profiler`, `batches`, `step_optimizer`, `add_metric`, `add_column`, `stop_stage`, `models`,
     `datasets`, `device`, `config`, `history`, `pipe`, `name`, `epoch`, `steps_done`, `max_epochs` and `max_steps`.
 
     All other names are yours, for attributes and for methods. The loop keeps its own state in `_loop`, and nowhere
-    else. To define or assign one of the names that you use is an error (they are `@final`, so mypy reports it, too).
+    else. Defining or assigning one of the names that you use is an error (they are `@final`, so mypy reports it, too).
     """
 
     _loop: LoopState
@@ -248,7 +248,7 @@ class Stage(ABC):
 
         `steps` are those of this stage, from 1. The trace is written to `traces/` of the run directory, for Perfetto,
         and a summary is printed. `memory=True` adds each allocation, and on CUDA a snapshot of the allocator's history.
-        HEADWAY_PROFILE=20-25 does the same without a change of the script, with the steps of the run.
+        HEADWAY_PROFILE=20-25 does the same without a change to the script, with the steps of the run.
 
         >>> stage.enable_profiler(steps="20-25", ranks=(0,), memory=True)
         """

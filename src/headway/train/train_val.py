@@ -33,9 +33,9 @@ class TrainValStage(Stage):
 
         pipe.append_stage(Classify(precision="bf16", gradient_clip=1.0), max_epochs=10)
 
-    What you write, beside the hooks of `Stage`: `step`, `train_step`, `val_step`, `train_dataset`, `val_dataset`,
+    What you write, besides the hooks of `Stage`: `step`, `train_step`, `val_step`, `train_dataset`, `val_dataset`,
     `optimizers`, `zero_grad`, `clip_gradients`, `optimize`, `gradient_clip`, `loss_metric_name`, `train_metric_prefix`
-    and `val_metric_prefix`. What you use, beside the names of `Stage`: `training`. All other names are yours.
+    and `val_metric_prefix`. What you use, besides the names of `Stage`: `training`. All other names are yours.
     """
 
     _loop: TrainValState

@@ -312,7 +312,7 @@ class TrainValState(LoopState):
             bad = (step for step, loss, _, _ in self.recent_losses if not loss.isfinite())
             steps = gather_rows(torch.tensor([next(bad, evidence.UNKNOWN_STEP)], device=self.device))[:, 0]
             first = int(steps.min())
-            # the others follow, through gradients
+            # the other ranks follow, through gradients
             began = [rank for rank in ranks if steps[rank] == first] or ranks
             norm = point.values.get(prefix + "grad_norm")
             known = evidence.explain_non_finite_loss(self, first, began[0], norm)

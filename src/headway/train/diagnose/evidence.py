@@ -1,7 +1,7 @@
 """Evidence for error messages when a rank runs out of memory or a loss becomes non-finite.
 
-It is collected after the failure, so steps pay nothing: the batch is still in memory, the loader can name the samples
-that it yielded, and all ranks together can run the model on the batch again.
+It is collected after the failure, so it costs steps nothing: the batch is still in memory, the loader can name the
+samples that it yielded, and all ranks together can run the model on the batch again.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _samples(state: TrainValState, first: int) -> str:
 
 
 def _are_equal(state: TrainValState, first: int, width: int) -> bool:
-    """Whether all batches from step `first` on have as many samples as the latest, which has `width` on all ranks.
+    """Whether all batches from step `first` on have as many samples as the latest, which has `width` over all ranks.
 
     Only the last batch of an epoch may be shorter than the others, and only the last step may have fewer batches.
     """

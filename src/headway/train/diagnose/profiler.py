@@ -139,7 +139,7 @@ class StageProfiler:
 
     def _window(self, batches: Iterator[Any]) -> Iterator[Any]:
         run = self._state.run
-        while self._steps_done < self._first - 1:  # of passes side by side, another one counts steps, too
+        while self._steps_done < self._first - 1:  # when passes run side by side, another one counts steps, too
             batch = next(batches, _END)
             if batch is _END:
                 return
@@ -151,7 +151,7 @@ class StageProfiler:
             batch = next(batches, _END)
             if batch is _END:
                 self._trace.end_pass(run.steps_done + 1)
-                return  # the loop may make one more step, of an accumulation that is not full
+                return  # the loop may make one more step, from an accumulation that is not full
             self._trace.begin_step(run.steps_done + 1)
             yield batch
         self.stop_if_over()

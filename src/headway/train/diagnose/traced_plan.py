@@ -114,7 +114,7 @@ class ForkedTrace:
     # --- in the forked process
 
     def _serve(self, connection: Connection) -> None:
-        self._connection.close()  # so that the end of the other process is seen
+        self._connection.close()  # so that `recv` ends when the other process does
         torch.set_num_threads(1)
         torch.cuda.is_available = lambda: False  # CUDA cannot be used after a fork
         _discard_output()
@@ -143,7 +143,7 @@ def _describe(leaf: Any) -> Any:
 
 
 def _variants(settings: TraceSettings, batch: Any) -> Iterator[tuple[str, TraceSettings, Any]]:
-    """Yields the step as it is, and variants that need less memory; the last one checkpoints blocks for good."""
+    """Yields the step as it is, and variants that need less memory; the last one checkpoints blocks permanently."""
     yield "as it is", settings, batch
     rows = _rows(batch)
     for parts in (2, 4):

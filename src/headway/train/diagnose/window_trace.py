@@ -70,12 +70,12 @@ class WindowTrace:
         self._annotate("headway/data")
 
     def begin_step(self, step: int) -> None:
-        """Marks that a batch of `step` has come."""
+        """Marks that a batch of `step` has arrived."""
         self._step = self._last = step
         self._annotate(f"headway/step {step}")
 
     def end_pass(self, step: int) -> None:
-        """Marks that there are no more batches; `step` is still to be made if it has had some."""
+        """Marks that there are no more batches; `step` is still to be made if it has had any."""
         if step == self._step:
             self.begin_step(step)
         else:
@@ -196,7 +196,7 @@ class WindowTrace:
                 "dur": round((span.ended - span.began) * 1e6, 3),
             }
             for name, span in self._spans
-            if span.ended >= self._clock_s  # what began before the window may have ended in it
+            if span.ended >= self._clock_s  # spans that began before the window may end in it
         ]
         return [label, *threads, *spans]
 

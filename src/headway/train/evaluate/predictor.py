@@ -94,7 +94,7 @@ def predict(
 
 
 def _code_of(stage: Stage) -> str:
-    """Returns a hash of the source of the stage's classes: an edited `predict` makes another request."""
+    """Returns a hash of the source of the stage's classes: an edited `predict` makes it another request."""
     own = [
         each
         for each in type(stage).__mro__

@@ -191,7 +191,7 @@ def _choose_weights(run: Run, weights: EvalWeights, root: str | Path) -> Weights
 
 
 def _load_model(model: RegisteredModel, weights: Weights) -> bool:
-    """Loads the weights that validations of their run used, or as `weights.ema` chooses; returns whether averaged."""
+    """Loads the weights that validations of their run used, or those of `weights.ema`; returns True for averages."""
     path = weights.path
     averaged = weights.ema
     if averaged is None:

@@ -134,7 +134,7 @@ class TableDisplay(Display):
         self._live.stop()
 
     def _show(self, snapshot: ProgressSnapshot, rows: list[list[tuple[str, str]]]) -> None:
-        narrow = self._live.console.width < _WIDE_COLUMNS  # else headings would be cut on a terminal of 80
+        narrow = self._live.console.width < _WIDE_COLUMNS  # else headings would be cut on a terminal of 80 columns
         table = Table(
             title=snapshot.stage,
             title_justify="left",

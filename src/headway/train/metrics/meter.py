@@ -40,7 +40,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 Sums: TypeAlias = tuple[Array, float]
 """the accumulated values of a metric, flat, and their total weight"""
 
-_START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": math.inf, "max": -math.inf}  # changes no result
+_START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": math.inf, "max": -math.inf}  # changes no merged result
 _MERGE = {"mean": np.add, "sum": np.add, "min": np.minimum, "max": np.maximum}
 _HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch
 
@@ -178,7 +178,7 @@ class MetricAccumulator:
 
     def __init__(self, device: torch.device, *, repeats_batches: bool = False) -> None:
         self._device = device
-        self._repeats_batches = repeats_batches  # those of another rank, whose sums count for both
+        self._repeats_batches = repeats_batches  # whether another rank has the same ones, whose sums count for both
         self.first_batch = 0
         """a number for the first batch of this rank, exchanged at the next log point; 0 if there is none"""
         self._cells: dict[str, Cell] = {}  # of scope "global"
@@ -292,7 +292,7 @@ class MetricAccumulator:
             self._cells[key.name] = Cell(key, self._device)
 
     def rank_state_dict(self) -> list[list[Any]]:
-        """Returns what this rank has logged since the last log point, in a callback, say, as plain values."""
+        """Returns what this rank has logged since the last log point (such as in a callback), as plain values."""
         scopes = (("global", self._cells), ("rank", self._rank_cells))
         return [
             [scope, list(cell.key), cell.sums().tolist(), cell.total_weight()]

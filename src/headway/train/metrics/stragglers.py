@@ -44,7 +44,8 @@ class Stragglers:
         `sampled` means that only one step of the interval was measured.
         """
         enough = SLOW_LOG_POINTS_SAMPLED if sampled else SLOW_LOG_POINTS
-        usual = median_low(times)  # of two ranks the faster one: their mean would hide all but twice the time
+        # of two ranks, the faster one: compared with their mean, a rank would count as slow only at 1.9 times the other
+        usual = median_low(times)
         slow: dict[int, tuple[int, float]] = {}
         for rank, time in enumerate(times):
             if time > SLOW_FACTOR * usual and time - usual > MIN_LOST_FRACTION * whole:

@@ -78,7 +78,7 @@ def weighted(stage: TrainValStage, returned: tuple[Any, ...]) -> tuple[Tensor, T
 
 
 def weighs_some(stage: TrainValStage, ranks: Sequence[int] = ()) -> UsageError:
-    """Returns the error for weights of some batches only: a mean over samples and one over tokens have no mean."""
+    """Returns the error for weights of some batches only: means over samples and over tokens cannot be averaged."""
     where = f"on rank {shorten_list(ranks)} only" if ranks else "of some batches only"
     return UsageError(
         f"stage {stage.name!r} returned a weight with the loss {where}: return (loss, weight) for all batches, or for "

@@ -101,7 +101,7 @@ class OptimizerStep:
     def agree_on_weights(self, weighs: bool) -> None:
         """Sets whether the batches of this epoch have weights; raises on all ranks if only some ranks return them.
 
-        Such ranks would run other collectives than the rest from here on, and all would hang.
+        From here on, such ranks would run different collectives from the rest, and all would hang.
         """
         if self._state.pipe.world.world_size > 1:
             table = gather_rows(torch.tensor([float(weighs)], device=self._state.device))

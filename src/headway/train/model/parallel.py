@@ -93,8 +93,8 @@ class Fsdp:
 class Tp:
     """Every rank holds a part of each layer in the plan (tensor parallelism).
 
-    All ranks of such a group need the same batches, because they compute one result together. That, and that whole
-    gradients are equal, is checked in the first steps. Tied parameters stay tied if the plan splits both alike.
+    All ranks of such a group need the same batches, because they compute one result together. The first steps check
+    this, and that whole gradients are equal. Tied parameters stay tied if the plan splits both alike.
 
     >>> Tp(plan={"up": ColwiseParallel(), "down": RowwiseParallel()})
     """

@@ -112,7 +112,7 @@ def scale_lr(
     """Scales a learning rate that was tuned with `base_batch_size` to the global batch size of this run.
 
     `batch_size` is that of one rank, and is multiplied by the number of ranks; if a plan splits a model over ranks that
-    share their batches, divide it by their number. "linear" suits SGD, "sqrt" suits Adam.
+    share their batches, divide `batch_size` by their number. "linear" suits SGD, "sqrt" suits Adam.
 
     >>> hw.scale_lr(0.1, batch_size=64, base_batch_size=256)  # on 8 ranks
     0.2

@@ -26,9 +26,10 @@ from headway.errors import UsageError
 from headway.train.batches import first_tensor
 
 CHECKED_STEPS = frozenset(2**power for power in range(11))
-"""not the first alone: where a layer starts with zeros, the first gradients before it are zeros on all ranks"""
+"""not only the first: where a layer starts with zeros, the first gradients of the layers before it are zeros on all
+ranks"""
 TOLERANCE = 0.02
-"""of a gradient's norm; bf16 without deterministic kernels differs by less, a part of a gradient by more"""
+"""fraction of a gradient's norm; bf16 without deterministic kernels differs by less, a part of a gradient by more"""
 
 
 @final

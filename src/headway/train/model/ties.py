@@ -1,7 +1,7 @@
 """Tied parameters: one parameter under several names, such as the weight of an embedding and of the output layer.
 
 Splitting or sharding replaces each parameter by a new one, name by name, which silently breaks ties: the optimizer then
-has one parameter more, and each of them gets a part of the gradient.
+has one more parameter, and each of them gets a part of the gradient.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 MAX_FAILURES = 3
 """scheduled saves in a row that may fail, each with its retry; a disk that is full for a while does not stop a run"""
 _RETRY_PAUSES_S = (0.0, 1.0)
-"""before the retries of a save without which the run would end"""
+"""waits before the retries of a save without which the run would end"""
 
 
 @final
@@ -154,7 +154,7 @@ class Checkpointer:
             note_script(choice.run)
 
     def _load(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
-        self.run.begin_averages()  # not all of an average is loaded, or nothing is
+        self.run.begin_averages()  # the checkpoint may have only a part of an average, or nothing
         try:
             loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
             if loaded is None and choice.parent is not None:

@@ -1,7 +1,7 @@
 """The end of a run: how a signal stops it after its last step.
 
 A signal during the last save stops the run like any other: the resumed run has only its end left. A signal while the
-end is recorded stops the script of a finished run. Started again, that script gets the run restored.
+end is recorded stops the script of a finished run. When that script is started again, the run is restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headway.system import environment
 def stop_if_requested(requests: Sequence[str], where: str) -> None:
     """Stops all ranks if a request has reached any of them: there is no later point on which they could agree.
 
-    `requests` are those of this rank. A rank may be busy in `post_run` for any time, and the others wait for it.
+    `requests` are those of this rank. A rank may be busy in `post_run` for any length of time; the others wait for it.
     """
     exchange = RankExchange("end the run", timeout_s=FOREVER.total_seconds())
     why = next((of_rank[0] for of_rank in exchange.all_gather(lambda: list(requests)) if of_rank), None)

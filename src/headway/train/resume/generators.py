@@ -1,6 +1,6 @@
 """Random number generators that a loader owns: they are part of its position, as the global ones are.
 
-They are searched in torch's loader, its samplers and, unless worker processes have copies of it, its dataset.
+They are looked for in torch's loader, its samplers and, unless worker processes have copies of it, its dataset.
 """
 
 from __future__ import annotations

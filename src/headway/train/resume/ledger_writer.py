@@ -127,7 +127,7 @@ class LedgerWriter:
         if self._rows is not None:
             rows = [self._row(stage, step, table[:, number]) for number, step in enumerate(steps)]
             lines = [*self._new_orders, *({"kind": "step"} | asdict(row) for row in rows)]
-            # else the next rows, which need these orders, bring them again
+            # otherwise these orders are written again with the next rows, which need them
             if not self._rows.write_all(lines):
                 self._new_orders = []
 
@@ -159,7 +159,7 @@ class Ledger:
                     ledger.write()
                     hw.checkpoint.save(run, state, step=step, lock=attempt.lock)
 
-    All ranks make one and make the same calls. `add` waits for nothing; `write` is one collective.
+    All ranks create one and make the same calls. `add` waits for nothing; `write` is one collective.
     """
 
     def __init__(self, attempt: Recording) -> None:

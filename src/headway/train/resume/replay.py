@@ -1,4 +1,4 @@
-"""Loaders that cannot save their position, like torch's: a resumed run opens and reads them again as the stopped one.
+"""Loaders that cannot save their position, like torch's: a resumed run opens and reads them as the stopped one did.
 
 The batches of such a loader depend on the random state when a pass begins: the global state, that of its own generators
 and, with persistent workers, whether the workers have started, since torch draws their seed only then. All of it is

@@ -1,4 +1,4 @@
-"""State that training changes and no checkpoint has: modules that are not registered, buffers that are not persistent,
+"""State that training changes but no checkpoint has: modules that are not registered, buffers that are not persistent,
 generators that a dataset owns, and gradients that are accumulated in a user's loop. And buffers that checkpoints have,
 but with NaN."""
 
