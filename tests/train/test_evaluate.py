@@ -679,7 +679,7 @@ def test_what_cannot_be_evaluated_is_said(runs: Path, tmp_path: Path) -> None:
         (lambda: pipe.predict(stage, loader(shuffle=True), tmp_path / "a.npy"), "shuffle=False"),
         (
             lambda: pipe.predict(stage, loader(), tmp_path / "a.csv"),
-            "let it end with .npy, .safetensors, .jsonl",
+            "use one that ends with .npy, .safetensors, .jsonl",
         ),
         (lambda: pipe.predict(Classify(), loader(), tmp_path / "a.npy"), "define predict"),
         (lambda: pipe.predict(stage, loader(), tmp_path / "no" / "a.npy"), "no directory .* mkdir -p"),

@@ -191,7 +191,7 @@ def test_a_mean_over_nothing_is_named_with_its_rank_and_batch(tmp_path: Path) ->
         pipe.run()
     assert (
         "became non-finite at step 3, on rank 1; all modules have finite outputs for the last batch, of shapes "
-        f"({BATCH}, {FEATURES}) and ({BATCH},), and its loss is non-finite, as a mean over nothing (0/0) is: return "
+        f"({BATCH}, {FEATURES}) and ({BATCH},), but its loss is non-finite, like a mean over nothing (0/0): return "
         "(loss, weight) from step(), with weight 0"
     ) in str(caught.value)
 

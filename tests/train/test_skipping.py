@@ -111,7 +111,7 @@ def test_buffers_with_nan_are_saved_and_named_once(
     pipe.run()
     said = " ".join(capfd.readouterr().err.split())
     assert said.count("buffers contain NaN") == spoilt
-    named = "after step 2 and are saved so (net.norm.running_mean, net.norm.running_var)"
+    named = "after step 2 and are saved as they are (net.norm.running_mean, net.norm.running_var)"
     assert said.count(named) == spoilt
 
 

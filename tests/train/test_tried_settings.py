@@ -206,11 +206,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "limit_train_batches=0.01 of 10": (
         tried(limit_train_batches=0.01),
-        "limit_train_batches=0.01 of 10 batches is none: give a larger part, or a number of batches",
+        "limit_train_batches=0.01 of 10 batches is less than one batch: give a larger part, or a number of batches",
     ),
     "limit_val_batches=0.1 of 3": (
         tried(limit_val_batches=0.1, val=3),
-        "limit_val_batches=0.1 of 3 batches is none: give a larger part, or a number of batches",
+        "limit_val_batches=0.1 of 3 batches is less than one batch: give a larger part, or a number of batches",
     ),
     "limit_val_batches=0": (
         tried(limit_val_batches=0),
@@ -239,11 +239,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "strict=False alone": (
         pipeline(lambda pipe: pipe.register_model("two", Two(), strict=False)),
-        "strict=False does nothing without init_from: pass where the weights come from, such as",
+        "strict=False does nothing without init_from: pass the source of the weights, such as",
     ),
     "rename alone": (
         pipeline(lambda pipe: pipe.register_model("two", Two(), rename={"a.": "b."})),
-        "rename={'a.': 'b.'} does nothing without init_from: pass where the weights come from, such as",
+        "rename={'a.': 'b.'} does nothing without init_from: pass the source of the weights, such as",
     ),
     "init_from='nosuch'": (
         pipeline(lambda pipe: pipe.register_model("two", Two(), init_from="nosuch")),

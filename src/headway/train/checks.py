@@ -54,7 +54,7 @@ def check_dataset(name: str, loader: object, run: RunState) -> None:
         )
     if run.current_state is not None and run.checkpointer is not None:
         raise UsageError(
-            f"dataset {name!r} is registered in stage {run.current_state.name!r}, when positions have been restored: "
+            f"dataset {name!r} is registered in stage {run.current_state.name!r}, after positions were restored: "
             "register it in pre_run of the pipeline or of a callback, or before run()"
         )
 
@@ -248,7 +248,7 @@ def warn_of_unread_sweep(pipe: Pipeline) -> None:
     if swept and not configured & {_normalize(value) for value in swept.values()}:
         logger.warning(
             "none of the values of the sweep (%s) is in the config of the run: the script has to read them, from "
-            "--%s=..., and to put them into hw.Pipeline(config=...)",
+            "--%s=..., and put them into hw.Pipeline(config=...)",
             ", ".join(f"{name}={value}" for name, value in swept.items()),
             next(iter(swept)),
         )

@@ -71,7 +71,8 @@ def limit_batches(
     batches = math.floor(count * limit + 1e-9)  # 100 times 0.29 is a little less than 29
     if count and not batches:
         raise UsageError(
-            f"{name}={limit} of {plural(count, 'batch', 'batches')} is none: give a larger part, or a number of batches"
+            f"{name}={limit} of {plural(count, 'batch', 'batches')} is less than one batch: give a larger part, or a "
+            "number of batches"
         )
     return batches
 

@@ -138,8 +138,8 @@ def _replay(state: TrainValState) -> str:
     if _finite(*tree_leaves(returned)):
         return ""
     return (
-        f"all modules have finite outputs for the last batch, of {shapes(state.batch)}, and its loss is "
-        "non-finite, as a mean over nothing (0/0) is: return (loss, weight) from step(), with weight 0 for such a batch"
+        f"all modules have finite outputs for the last batch, of {shapes(state.batch)}, but its loss is "
+        "non-finite, like a mean over nothing (0/0): return (loss, weight) from step(), with weight 0 for such a batch"
     )
 
 

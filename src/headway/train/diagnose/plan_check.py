@@ -141,8 +141,8 @@ class PlanCheck(Callback):
         """Returns which part of the step differs: the plan has no wait for data."""
         waited = state.run.reporter.data_wait
         if waited is not None and waited > 0.1:
-            return f"; {waited:.0%} of the step is a wait for data, which the plan has none of"
-        return "; hardly any of it is a wait for data: the device or the exchange between ranks differs"
+            return f"; {waited:.0%} of the step is spent waiting for data, which the plan does not include"
+        return "; hardly any of it is spent waiting for data: the device or the exchange between ranks differs"
 
 
 def _start_trace(stage: Stage) -> ForkedTrace | None:

@@ -158,7 +158,7 @@ class WindowTrace:
                 document: dict[str, Any] = json.loads(exported.read_bytes())
             except ValueError as error:  # torch reports no error when the disk is full
                 raise StorageError(
-                    f"{exported} is not whole: check the space there, or set TMPDIR"
+                    f"{exported} is incomplete: check the space there, or set TMPDIR"
                 ) from error
             return document
 

@@ -194,5 +194,7 @@ _KINDS: dict[str, type[PredictionFile]] = {
 def kind_of(path: Path) -> type[PredictionFile]:
     """Returns the class for a file, by its name."""
     if path.suffix not in _KINDS:
-        raise UsageError(f"{path} is not a name for predictions: let it end with {', '.join(_KINDS)}")
+        raise UsageError(
+            f"{path} is not a valid name for predictions: use one that ends with {', '.join(_KINDS)}"
+        )
     return _KINDS[path.suffix]

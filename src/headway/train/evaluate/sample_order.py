@@ -22,7 +22,7 @@ def count_samples(loader: Iterable[Any], world_size: int) -> int | None:
         state = loader.state_dict()
         if state["shuffle"] or loader.drop_last:
             raise UsageError(
-                "predictions are in the order of the dataset, and all of it: make the loader with shuffle=False and "
+                "predictions cover the whole dataset, in its order: create the loader with shuffle=False and "
                 "drop_last=False"
             )
         return int(state["length"])

@@ -42,7 +42,7 @@ class InitialWeights:
         rename: object = self.rename
         if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
             raise UsageError(
-                f"rename={rename!r:.80}: give a dict from old beginnings of names to new ones, such as "
+                f"rename={rename!r:.80}: give a dict from old prefixes of names to new ones, such as "
                 "{'old.': 'new.'}, or a function"
             )
 
@@ -56,7 +56,7 @@ class InitialWeights:
         for name, value, default in (("strict", strict, True), ("rename", rename, None)):
             if value != default:
                 raise UsageError(
-                    f"{name}={value!r:.80} does nothing without init_from: pass where the weights come from, such as "
+                    f"{name}={value!r:.80} does nothing without init_from: pass the source of the weights, such as "
                     'init_from="runs/digits-..."'
                 )
         return None

@@ -54,7 +54,7 @@ def check_ties(model: str, module: nn.Module, ties: Ties) -> None:
         if len({id(module.get_parameter(name)) for name in names}) > 1:
             raise UsageError(
                 f"model {model!r}: {' and '.join(repr(name) for name in names)} were one parameter, which sharding "
-                "took apart: let all of them be in one unit, by leaving the classes of their modules out of "
+                "has separated: keep all of them in one unit, by leaving the classes of their modules out of "
                 "Fsdp(blocks=...)"
             )
 

@@ -123,8 +123,8 @@ class LoaderStates:
         iterator._reset(loader)
         if self._pipe.world.is_root:
             logger.warning(
-                f"dataset {name!r}: the random state within its persistent workers was not saved: its order is as it "
-                "would have been, random augmentation is not; use hw.data.DataLoader, or persistent_workers=False"
+                f"dataset {name!r}: the random state within its persistent workers was not saved: the order of its "
+                "samples is kept, but random augmentation is not; use hw.data.DataLoader, or persistent_workers=False"
             )
         return iterator
 

@@ -91,8 +91,9 @@ class UnsavedState:
         if found := [name for name, is_bad in zip(local, flags, strict=True) if is_bad]:
             self._nan_named = True
             self._warn(
-                f"buffers contain NaN after step {self._run.steps_done:,} and are saved so ({shorten_list(found)}): if "
-                "they should be finite, check the data and resume from an earlier checkpoint"
+                f"buffers contain NaN after step {self._run.steps_done:,} and are saved as they are "
+                f"({shorten_list(found)}): if they should be finite, check the data and resume from an earlier "
+                "checkpoint"
             )
 
     def _note_update(self, name: str, optimizer: Optimizer, *_: object) -> None:
