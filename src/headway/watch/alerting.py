@@ -87,9 +87,9 @@ class AlertWatch:
         self._has_looked = True
 
     def _put_aside(self, runs: Sequence[Run]) -> None:
-        """Notes which runs are over, with one query of the scheduler: to view each of thousands takes minutes."""
+        """Notes which runs are over, with one query of the scheduler: viewing thousands of them would take minutes."""
         for each in summarize(runs, heartbeat_wait_s=0):
-            if each.status.state in OVER - {"lost"}:  # that one looks lost is seen in its view
+            if each.status.state in OVER - {"lost"}:  # a view decides whether a run is lost
                 self._over[each.run.id] = _end_of(each.run, _attempts(each.run))
 
     def _report(self, key: str, problem: str) -> None:

@@ -37,9 +37,9 @@ _MAX_UNTRACKED = 5
 _CONFIG_BYTES = 1 << 16
 """takes a second to parse; no real settings are longer"""
 _BEFORE_KEY = re.compile(rb"\n(?=[^\s:\-])")
-"""the end of a line before a top-level key: items of a list may not be indented, and values of long keys neither"""
+"""the end of a line before a top-level key; list items and the values of long keys may begin a line, too"""
 _CUT = "(settings)"
-"""a setting that tells that others were left out"""
+"""stands for the settings that were left out"""
 _MAX_SETTINGS = 2000
 _MAX_DEPTH = 100
 
@@ -305,7 +305,7 @@ def better_of(name: str) -> Better | None:
 
 
 def best_point(name: str, series: Series) -> tuple[float, int] | None:
-    """Returns the best value of a curve and its step; None if the name does not tell which is best, or without values.
+    """Returns the best value of a curve and its step; None without values, or if the name does not tell which is best.
 
     >>> best_point("val/loss", Series(steps=[10, 20], lows=[0.3, 0.4], highs=[0.5, 0.6]))
     (0.3, 10)

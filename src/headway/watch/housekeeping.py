@@ -116,7 +116,7 @@ def archive(run: Run, directory: Path | None = None) -> Path:
 
 
 def _hide(run: Run) -> Path:
-    """Renames a run whose lock is held, so that nobody finds it any more; returns its new path."""
+    """Renames a run whose lock is held, so that it is no longer found; returns its new path."""
     hidden = run.path.with_name(f".headway-{run.id}.tmp")
     with files.storage(f"remove {run.path}"):
         run.path.rename(hidden)

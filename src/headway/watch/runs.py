@@ -190,7 +190,7 @@ def _resolve_one(place: str, root: str | os.PathLike[str]) -> list[Run]:
     member = sweep.member(first)
     if member is None or member.sweep != first.id:
         return [first]
-    # of a link in another directory, the others are beside the run itself
+    # if this is a link in another directory, the other runs are beside the run itself
     beside = runs_under((first.path.resolve() if first.path.is_symlink() else first.path).parent)
     if own_runs([first]):
         beside = own_runs(beside)  # other users may claim that their runs belong to this sweep

@@ -53,7 +53,7 @@ class TimeAccount:
     """Where the time of all attempts went, in seconds of rank 0, and what it cost."""
 
     parts: Mapping[str, float]
-    """by the names of `PARTS`; they add to `total_s`"""
+    """by the names of `PARTS`; they add up to `total_s`"""
     total_s: float
     """of all attempts"""
     between_s: float
@@ -64,7 +64,7 @@ class TimeAccount:
 
     @property
     def goodput(self) -> float | None:
-        """The fraction of the time of all attempts in which steps were trained that count."""
+        """The fraction of the time of all attempts that was spent on training steps that count."""
         return self.parts["training"] / self.total_s if self.total_s > 0 else None
 
 

@@ -73,7 +73,7 @@ _LABEL_WIDTH = 7
 
 
 def curve(series: Series, width: int, height: int) -> list[str]:
-    """Draws a curve with braille dots, two by four per character. Of a long noisy curve, it draws the moving average.
+    """Draws a curve with braille dots, two by four per character. A long noisy curve is drawn as its moving average.
 
     >>> curve(Series(steps=[0, 1], means=[0.0, 1.0]), 12, 1)
     ['      1 ┤⡠⠊⠁']

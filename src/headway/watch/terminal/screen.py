@@ -25,10 +25,10 @@ STATE_COLORS = {
     "interrupted": "yellow",
     "cancelled": "yellow",
 }
-"""of the states that have one"""
+"""colors of the states that have one"""
 _MARGIN = 10
 _TALL = 34
-"""on a screen of so many lines, a large curve comes before further ranks and messages"""
+"""on a screen with at least this many lines, a large curve comes before further ranks and messages"""
 _CURVE_LINES = 14
 _RISK_S = 3600.0
 _DATA_SHARE = 0.1
@@ -391,7 +391,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _clock(moment: float, now: float) -> str:
-    """Formats a time; with the date if it is not of today."""
+    """Formats a time, with the date if it is not today."""
     at = datetime.fromtimestamp(moment)
     same = at.date() == datetime.fromtimestamp(now).date()
     return at.strftime("%H:%M:%S" if same else "%m-%d %H:%M")

@@ -185,7 +185,7 @@ class MetricRows:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Returns where the time of the newest log points goes; fractions that add to 1."""
+        """Returns where the time of the newest log points goes; fractions that add up to 1."""
         totals: dict[str, float] = {}
         for row in self._recent:
             for phase, seconds in _seconds(row).items():

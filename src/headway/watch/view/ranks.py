@@ -1,4 +1,4 @@
-"""The ranks of a run, from the end of each rank's metrics file. Of many ranks, each refresh reads some."""
+"""The ranks of a run, from the end of each rank's metrics file. If there are many, each refresh reads some."""
 
 from __future__ import annotations
 

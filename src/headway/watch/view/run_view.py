@@ -26,7 +26,7 @@ from headway.watch.view.snapshot import Failure, Header, RankRow, RunMessage, Sa
 from headway.watch.view.source import Row, RowTail, clean, clean_indented, read_object
 
 _QUEUE_S = 15.0
-"""between two queries of the scheduler"""
+"""time between two queries of the scheduler"""
 _QUEUE_WAIT_S = 0.4
 """how long the first snapshot waits for the scheduler"""
 _HEARTBEAT_WAIT_S = 10.0

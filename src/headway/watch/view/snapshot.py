@@ -63,7 +63,7 @@ class Speed:
     step_median_s: float | None = None
     step_p95_s: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
-    """fraction of the time by phase; they add to 1"""
+    """fraction of the time by phase; they add up to 1"""
     mfu: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""Reads run directories that are not trusted: in bounded memory, without leaving them by links, without blocking."""
+"""Reads run directories that are not trusted: in bounded memory, without following links out of them or blocking."""
 
 from __future__ import annotations
 

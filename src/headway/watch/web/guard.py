@@ -1,4 +1,4 @@
-"""`Guard`: refuses requests of others, and restricts what a browser may do with a response.
+"""`Guard`: refuses requests from others, and restricts what a browser may do with a response.
 
 Other users of a machine share 127.0.0.1, and any page that is open in the browser can send requests to it. So each
 request needs the token; its Host header must name this machine, which defeats DNS rebinding; and only GET and HEAD are
@@ -115,6 +115,6 @@ def _values(headers: list[tuple[bytes, bytes]], wanted: bytes) -> list[bytes]:
 async def _answer(send: Send, status: int, text: str, headers: list[tuple[bytes, bytes]]) -> None:
     body = f"{text}\n".encode()
     facts = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    facts.append((b"connection", b"close"))  # half of another request would keep it open for ever
+    facts.append((b"connection", b"close"))  # half of another request would keep it open forever
     await send({"type": "http.response.start", "status": status, "headers": [*facts, *headers, *_HEADERS]})
     await send({"type": "http.response.body", "body": body})

@@ -22,7 +22,7 @@ _MAX_COLUMNS = 240
 def heat_map(run: Run, ranks: int, what: What) -> dict[str, Any]:
     """Returns a value for each rank and log point: its own time relative to the median, or its share of data wait.
 
-    The more ranks there are, the less of each is read; of very many, not all.
+    The more ranks there are, the less of each is read; if there are very many, not all are read.
     """
     count = min(ranks, _MAX_RANKS)
     each_bytes = min(_RANK_BYTES[1], max(_RANK_BYTES[0], _BUDGET_BYTES // max(1, count)))
