@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_the_rows_of_that_moment(
     file.write_text("".join(line for line in file.read_text().splitlines(True) if '"order"' not in line))
     capsys.readouterr()
     assert main(["runs", "samples", str(run.path), "--step", "4"]) == 2
-    assert "of which step 4 used samples: a full disk has lost its row" in capsys.readouterr().err
+    assert "which step 4 used: its row was lost on a full disk" in capsys.readouterr().err
 
 
 # --- a loop without a pipeline

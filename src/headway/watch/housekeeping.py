@@ -54,7 +54,7 @@ def check_idle(run: Run, what: Literal["remove", "archive"]) -> None:
     if scheduler.health(os.environ) is None:  # an empty queue proves nothing here
         advice = by_hand if what == "remove" else "archive it on a machine of the cluster"
         raise UsageError(
-            f"{run.id} may be in the queue ({scheduler.label} cannot be asked on this machine); {advice}"
+            f"{run.id} may be in the queue ({scheduler.label} cannot be queried on this machine); {advice}"
         )
 
 

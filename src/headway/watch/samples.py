@@ -45,8 +45,8 @@ def samples_of(run: Run, step: int) -> StepSamples:
         )
     if missing := {order for order, *_ in row.batches} - found.orders.keys():
         raise UsageError(
-            f"the ledger of {run.id} lacks order {min(missing)}, of which step {step} used samples: a full disk has "
-            "lost its row, or the file is damaged"
+            f"the ledger of {run.id} lacks order {min(missing)}, which step {step} used: its row was lost on a full "
+            "disk, or the file is damaged"
         )
     samples = [
         name

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _DECOUPLED = "decoupled_weight_decay"  # the setting that distinguishes AdamW from Adam
 
 _STRAY = (
-    "has parameters that no model has any more: a hook that rebuilds a model for export, such as a merge of adapters, "
+    "has parameters that no model has anymore: a hook that rebuilds a model for export, such as a merge of adapters, "
     "belongs in post_run"
 )
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
