@@ -139,7 +139,7 @@ class AlertChannels:
         return [*(["the webhook"] if self.url else []), *self.command[:1]]
 
     def send(self, alert: Alert) -> list[str]:
-        """Sends an alert through all channels, with a few tries each; returns the problems. May take long."""
+        """Sends an alert through all channels, with a few tries each; returns the problems. May take a while."""
         from headway.record.webhook import post  # the import takes 40 ms, which agents without alerts save
 
         problems = []

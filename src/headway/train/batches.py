@@ -184,9 +184,9 @@ def first_tensor(batch: Any) -> Tensor | None:
 
 
 def count_rows(batch: Any) -> int | None:
-    """Returns the number of samples in a batch, the length of its first tensor; None if its structure does not tell.
+    """Returns the number of samples in a batch, the length of its first tensor; None if its structure does not show it.
 
-    Tensors in a list within the batch may be those of single samples, or views of all samples: they do not tell.
+    Tensors in a list within the batch may be those of single samples, or views of all samples: they do not show it.
 
     >>> count_rows(([torch.ones(5, 3), torch.ones(5, 3)], torch.ones(5)))
     5

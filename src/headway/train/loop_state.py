@@ -201,7 +201,7 @@ class LoopState:
 
     @property
     def more_steps(self) -> bool:
-        """Whether another step may be made."""
+        """Whether another step may begin."""
         return not self.status.stop_agreed and (self.max_steps is None or self.steps_done < self.max_steps)
 
     @property
@@ -270,7 +270,7 @@ class LoopState:
         progress.skip = 0 if isinstance(loader, StatefulObject) else progress.batches_given
         self._passes_begun += 1
         if progress.ranks_changed and not splits_evenly(loader):
-            lengths = None  # they are those of whole passes, and do not tell what is left of this one
+            lengths = None  # they are those of whole passes, and do not show what is left of this one
         self.run.timer.begin_step(1)  # the first batch, for which the loader starts, is always measured
         if (lengths is None and self.pipe.world.world_size > 1) or len(set(lengths or ())) > 1:
             progress.agreement = BatchAgreement(

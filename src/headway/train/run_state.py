@@ -110,7 +110,7 @@ class RunState:
                 model.ema.begin()
 
     def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
-        """Calls a hook of the subject, then of the callbacks, without the hang check: a hook may take any time."""
+        """Calls a hook of the subject, then of the callbacks, without the hang check: hooks have no time limit."""
         with dist.no_hang_check(), logging_once(hook, subject):
             self.hooks_called[hook, id(subject)] = subject
             getattr(subject, hook)()

@@ -203,7 +203,7 @@ class TrainValState(LoopState):
     def step_functions(
         self, agreement: BatchAgreement | None
     ) -> tuple[Callable[[Any], Any], Callable[[Any], int], BatchAgreement | None]:
-        """Returns the functions that make a step and count samples, and the agreement if batches may be repeated."""
+        """Returns the functions that run a step and count samples, and the agreement if batches may be repeated."""
         if agreement is None or not agreement.longest:
             return self.stage.train_step, self.stage.count_samples, None
         return self._train_step, self.checked_count, agreement

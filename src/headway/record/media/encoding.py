@@ -1,4 +1,4 @@
-"""Encodes images and histograms as bytes, in the thread of `MediaWriter`, beside training."""
+"""Encodes images and histograms as bytes, in the thread of `MediaWriter`, alongside training."""
 
 from __future__ import annotations
 

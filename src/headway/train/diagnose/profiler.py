@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.train.loop_state import LoopState
 
 _MAX_STEPS = 1000
-"""of a window: a longer trace is of no use in a viewer"""
+"""the longest window: a longer trace is of no use in a viewer"""
 _END = object()
 
 
@@ -107,7 +107,7 @@ class StageProfiler:
         self._trace: WindowTrace | None = None
         self._over = False
         """whether the window has been traced, or was passed before this stage began"""
-        resumed = not settings.of_run or state.steps_done > 0  # else an earlier stage has made those steps
+        resumed = not settings.of_run or state.steps_done > 0  # else an earlier stage has run those steps
         if self._steps_done >= self._last:
             self._over = True
             if resumed:
@@ -151,7 +151,7 @@ class StageProfiler:
             batch = next(batches, _END)
             if batch is _END:
                 self._trace.end_pass(run.steps_done + 1)
-                return  # the loop may make one more step, from an accumulation that is not full
+                return  # the loop may run one more step, from an accumulation that is not full
             self._trace.begin_step(run.steps_done + 1)
             yield batch
         self.stop_if_over()

@@ -41,7 +41,7 @@ class SameBatches:
         return 0 if self._compared else self._mine
 
     def check(self, point: LogPoint, *, is_root: bool) -> None:
-        """Warns if all ranks have had the same first batch; those of one tensor group are meant to."""
+        """Warns if all ranks have had the same first batch; those of one tensor group should have it."""
         if self._compared or not self._mine:
             return
         self._compared = True

@@ -1,7 +1,7 @@
 """Smoke runs: everything once, on a few batches. `headway run --smoke` sets HEADWAY_SMOKE and starts the script twice.
 
-In the first part each stage makes two steps and validates on one batch; then the run saves a checkpoint and stops. The
-second part resumes from it and makes one more step of each stage.
+In the first part each stage runs two steps and validates on one batch; then the run saves a checkpoint and stops. The
+second part resumes from it and runs one more step of each stage.
 """
 
 from __future__ import annotations

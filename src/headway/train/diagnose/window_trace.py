@@ -75,7 +75,7 @@ class WindowTrace:
         self._annotate(f"headway/step {step}")
 
     def end_pass(self, step: int) -> None:
-        """Marks that there are no more batches; `step` is still to be made if it has had any."""
+        """Marks that there are no more batches; `step` is still to be done if it has had any."""
         if step == self._step:
             self.begin_step(step)
         else:

@@ -48,7 +48,7 @@ def count_samples(loader: Iterable[Any], world_size: int) -> int | None:
 
 
 def seek(loader: Iterable[Any], position: Mapping[str, Any]) -> int:
-    """Moves a loader to a position in a prediction; returns how many batches are to be read again and discarded."""
+    """Moves a loader to a position in a prediction; returns how many batches must be read again and discarded."""
     if isinstance(loader, DataLoader) and not loader.per_rank:
         loader.load_state_dict(loader.state_dict() | {"epoch": 0, "samples": position["rows"]})
         return 0

@@ -67,7 +67,7 @@ class Cell:
         self.device_weight: Tensor | None = None  # for weights that are tensors, such as token counts
 
     def add(self, value: Tensor | float, weight: Tensor | float) -> None:
-        """Adds a value. One of weight 0 does not count; if the weight is a tensor, only the device knows that."""
+        """Adds a value. One of weight 0 does not count; if the weight is a tensor, this is decided on the device."""
         if isinstance(value, Tensor):
             value = value.detach()
             if value.ndim and value.device != self.total.device:  # a single number may be on any device

@@ -118,7 +118,7 @@ class Reporter:
             row["memory_peak"] = self._memory_peak(now)
         self._rows.write(row)
         self._shown.update(point.values)
-        # a validation at the start is shown in any case: the next update may take long
+        # a validation at the start is always shown: the next update may take a while
         at_start = kind == "validation" and not state.steps_done
         if self._display is not None and (at_start or self._display.due(now)):
             self._display.update(self._snapshot(state, step))

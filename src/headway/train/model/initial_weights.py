@@ -1,4 +1,4 @@
-"""Initial weights: models that are filled from files after they are wrapped, and that may need no memory until then."""
+"""Initial weights: models are filled from files after they are wrapped; parameters may have no memory until then."""
 
 from __future__ import annotations
 

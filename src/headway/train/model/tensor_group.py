@@ -155,7 +155,7 @@ class TensorGroup:
                 )
 
     def _whole_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns the gradient on this rank if it is to be the same on all ranks of the group."""
+        """Returns the gradient on this rank if it must be the same on all ranks of the group."""
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if not isinstance(gradient, DTensor):
             return gradient.detach()

@@ -39,7 +39,7 @@ def check_progress(run: Run, attempt: int, step: int) -> None:
 def check_not_lost(run: Run, attempt: int) -> None:
     """Raises `NoValidCheckpoint` if a run without a checkpoint must have had one: to start over would discard work.
 
-    An attempt saves before its first step. So if one has made a step, a checkpoint has been removed.
+    An attempt saves before its first step. So if one has run a step, a checkpoint has been removed.
     """
     before = [each for each in run.info()["attempts"][: attempt - 1] if "step_started" in each]
     rows = jsonlines.read_reversed(run.metrics_file(0)) if before else ()

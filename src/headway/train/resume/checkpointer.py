@@ -164,7 +164,7 @@ class Checkpointer:
             raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
 
     def finish(self) -> None:
-        """Saves the last checkpoint of a run, and stops if requested: the rest of the script may take long."""
+        """Saves the last checkpoint of a run, and stops if requested: the rest of the script may take a while."""
         self.rank_state.restore_rng()  # if all stages had ended before this attempt
         self._save_and_wait(None)
         after = f"after the last step, {self.run.steps_done:,}, with a checkpoint"
@@ -322,7 +322,7 @@ class Checkpointer:
     def _save_and_wait(self, loop_state: LoopState | None) -> None:
         """Saves and waits until the checkpoint is complete; raises if that fails three times."""
         self._begin_save(loop_state)
-        self._wait_for_pending(final=False)  # whatever became of it, this one is tried
+        self._wait_for_pending(final=False)  # even if that one failed, this one is tried
         for pause_s in (*_RETRY_PAUSES_S, None):
             if self._is_saved():
                 break

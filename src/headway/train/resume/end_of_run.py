@@ -26,7 +26,7 @@ def stop_if_requested(requests: Sequence[str], where: str) -> None:
 
 
 def wait_for_others() -> None:
-    """Keeps rank 0 in the run until all ranks have finished `post_run`, which may take any time."""
+    """Keeps rank 0 in the run until all ranks have finished `post_run`, which may take any amount of time."""
     RankExchange("end the run", channel="post_run", timeout_s=FOREVER.total_seconds()).arrive()
 
 

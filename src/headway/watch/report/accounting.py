@@ -123,7 +123,7 @@ def count_repeated(attempts: Sequence[Mapping[str, Any]], ranges: Sequence[StepR
         last = max((each.last_step for each in ranges if begin <= each.last_time < end), default=0)
         started, ended = _step(attempt, "step_started"), _step(attempt, "step_ended")
         if started is None and first is None:
-            continue  # it made no step
+            continue  # it ran no step
         begun = started if started is not None else (first or 1) - 1
         stopped = ended if ended is not None else max(begun, last)
         count += max(0, min(stopped, reached) - begun)

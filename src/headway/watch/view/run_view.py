@@ -47,7 +47,7 @@ _MESSAGE_KINDS = frozenset(
 
 @final
 class QueueWatcher:
-    """Queries the scheduler about the job of a run every 15 s, in a thread: it may take long to answer."""
+    """Queries the scheduler about the job of a run every 15 s, in a thread: the answer may take a while."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._queue, self._queried_at = run, Queue(), float("-inf")
