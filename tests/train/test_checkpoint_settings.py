@@ -458,7 +458,9 @@ def test_what_pre_run_registers_is_trained_checked_and_resumed(tmp_path: Path) -
         pipe = set_up(Traced())
         pipe._state.callbacks = [Callback()]
         pipe.run()
-    with pytest.raises(UsageError, match=r"dataset 'val' is registered in stage 'train', after .* in pre_run"):
+    with pytest.raises(
+        UsageError, match=r"dataset 'val' is registered in stage 'train', after .* in pre_run"
+    ):
         pipe = set_up(Traced(), late=True)
         pipe.run()
 

@@ -142,7 +142,7 @@ class PlanCheck(Callback):
         waited = state.run.reporter.data_wait
         if waited is not None and waited > 0.1:
             return f"; {waited:.0%} of the step is spent waiting for data, which the plan does not include"
-        return "; hardly any of it is spent waiting for data: the device or the exchange between ranks differs"
+        return "; hardly any of it is spent waiting for data: the device or the exchange of ranks differs"
 
 
 def _start_trace(stage: Stage) -> ForkedTrace | None:

@@ -139,7 +139,8 @@ class StageProfiler:
 
     def _window(self, batches: Iterator[Any]) -> Iterator[Any]:
         run = self._state.run
-        while self._steps_done < self._first - 1:  # when passes run side by side, another one counts steps, too
+        # when passes run side by side, another one counts steps, too
+        while self._steps_done < self._first - 1:
             batch = next(batches, _END)
             if batch is _END:
                 return

@@ -134,7 +134,8 @@ class TableDisplay(Display):
         self._live.stop()
 
     def _show(self, snapshot: ProgressSnapshot, rows: list[list[tuple[str, str]]]) -> None:
-        narrow = self._live.console.width < _WIDE_COLUMNS  # else headings would be cut on a terminal of 80 columns
+        # else headings would be cut on a terminal of 80 columns
+        narrow = self._live.console.width < _WIDE_COLUMNS
         table = Table(
             title=snapshot.stage,
             title_justify="left",

@@ -178,7 +178,8 @@ class MetricAccumulator:
 
     def __init__(self, device: torch.device, *, repeats_batches: bool = False) -> None:
         self._device = device
-        self._repeats_batches = repeats_batches  # whether another rank has the same ones, whose sums count for both
+        # whether another rank has the same ones, whose sums count for both
+        self._repeats_batches = repeats_batches
         self.first_batch = 0
         """a number for the first batch of this rank, exchanged at the next log point; 0 if there is none"""
         self._cells: dict[str, Cell] = {}  # of scope "global"
