@@ -131,9 +131,10 @@ class Checkpointer:
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
         if choice.parent is not None and loaded.path == choice.parent:
-            # the checkpoint is in the parent run
+            # the checkpoint is in the parent run, and so is the best one
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
-            self._metrics.forget_best()  # and so is the best one
+            self._metrics.forget_best()
+            self.due = True  # after the first step: until then, this run needs the parent's, which may be pruned
         self.run.run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
