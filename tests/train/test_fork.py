@@ -62,8 +62,9 @@ def test_a_run_goes_on_without_the_checkpoint_that_it_began_with(tmp_path: Path)
     """The parent may still train, and removes it; later its owner removes the whole run."""
     _, parent = train(tmp_path)
     chosen = parent.checkpoint_dir(4)
+    # The run saves after its first step, not only when a save is due.
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, resume=chosen, ends_before=5)  # it saves after its first step, not only when a save is due
+        train(tmp_path, resume=chosen, ends_before=5)
     shutil.rmtree(chosen)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, resume=chosen, ends_before=9)

@@ -134,7 +134,8 @@ class Checkpointer:
             # the checkpoint is in the parent run, and so is the best one
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
             self._metrics.forget_best()
-            self.due = True  # after the first step: until then, this run needs the parent's, which may be pruned
+            # A save follows the first step: until then, this run needs the parent's checkpoint, which may be pruned.
+            self.due = True
         self.run.run_hook("resume_run", self.pipe)
 
     def restore_finished(self, choice: Choice) -> None:
