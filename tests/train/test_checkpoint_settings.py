@@ -204,7 +204,8 @@ def test_the_best_of_another_run_is_not_that_of_a_new_one(tmp_path: Path) -> Non
     child = make(tmp_path, Judged(), every="1h", keep_best="val/score", max_epochs=4, resume=str(chosen))
     child.run()
     assert child.directory != parent.directory
-    assert saved(child) == [33, 44], "a score of 2.0 is the best that this run has"
+    assert saved(child) == [23, 33, 44], "its first step; the best score of this run, 2.0; its end"
+    assert hw.checkpoint.load_best(child.directory).step == 33
 
 
 class Solved:
