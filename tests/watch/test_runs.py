@@ -482,6 +482,17 @@ def test_a_long_config_file_is_cut_between_settings_and_says_so(run: Run) -> Non
             "the code of {other} was not recorded: not a git repository",
         ),
         ([{"commit": None}] * 2, "the code of {one} was not recorded\nthe code of {other} was not recorded"),
+        (
+            [
+                {"commit": "3f2a91c04bff", "dirty": True, "note": "git diff took longer than 10 s"},
+                {"commit": "3f2a91c04bff"},
+            ],
+            "the code of {one} was recorded only in part: git diff took longer than 10 s",
+        ),
+        (
+            [{"commit": "3f2a91c04bff"}, {"commit": "3f2a91c04bff", "dirty": True}],
+            "the uncommitted changes of {other} are missing in its directory",
+        ),
     ],
 )
 def test_code_that_was_not_recorded_is_not_called_the_same(
@@ -497,3 +508,17 @@ def test_code_that_was_not_recorded_is_not_called_the_same(
     assert main(["compare", *places, "--code", "--json"]) == 0
     same = True if expected == "the same commit and uncommitted changes" else None
     assert json.loads(capsys.readouterr().out)["same"] is same
+
+
+def test_code_before_the_first_commit_is_compared_by_what_was_staged(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Run.create(run.path.parent, name="digits")
+    note = "no commit yet: the diff holds what is staged"
+    for each, rate in ((run, 1), (other, 2)):
+        write_info(each.path, each.info() | {"code": {"commit": None, "dirty": True, "note": note}})
+        each.diff_file.parent.mkdir(exist_ok=True)
+        each.diff_file.write_text(f"+lr = {rate}\n")
+    assert main(["compare", str(run.path), str(other.path), "--code"]) == 0
+    said = capsys.readouterr().out
+    assert "-+lr = 1\n++lr = 2\n" in said and said.count(note) == 2 and "commits differ" not in said

@@ -104,6 +104,19 @@ def test_the_list_has_settings_metrics_and_sweeps(tmp_path: Path, client: TestCl
     assert [each["name"] for each in compared["rows"] if each["differs"]] == ["seed"]
 
 
+def test_settings_that_differ_are_shown_however_many_there_are(tmp_path: Path, client: TestClient) -> None:
+    runs = [make_run(tmp_path), make_run(tmp_path)]
+    for number, run in enumerate(runs):
+        run.config_file.write_text("".join(f"key{j}: {j if j != 250 else number}\n" for j in range(300)))
+    keys = [key_of(run) for run in runs]
+    shown = get(client, "/api/settings", run=keys)["rows"]
+    assert [each["name"] for each in shown if each["differs"]] == ["key250"] and len(shown) == 300
+    for run in runs:
+        run.config_file.write_text("".join(f"key{j}: {j}\n" for j in range(3000)))
+    (cut,) = (each for each in get(client, "/api/settings", run=keys)["rows"] if each["differs"])
+    assert "only its first 2000 settings are compared" in cut["values"][0], "what was left out may differ"
+
+
 def test_all_curves_of_a_run_begin_at_one_time(tmp_path: Path, client: TestClient) -> None:
     """The first validation is later than the first log point, on the axis of time, too."""
     run = make_run(tmp_path, log_points=4)

@@ -68,7 +68,7 @@ def _compare_code(one: Run, other: Run, *, as_json: bool) -> int:
     if as_json:
         print_json({"same": found.same, "diff": found.diff, "not_compared": found.not_compared})
         return DONE
-    same = ["the same commit and uncommitted changes"] if found.is_recorded and not found.diff else []
+    same = ["the same commit and uncommitted changes"] if found.is_whole and not found.diff else []
     print("\n".join(map(safe, [*same, *found.diff, *found.not_compared])))
     return DONE
 

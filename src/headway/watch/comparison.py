@@ -38,7 +38,7 @@ _CONFIG_BYTES = 1 << 16
 """takes a second to parse; no real settings are longer"""
 _BEFORE_KEY = re.compile(rb"\n(?=[^\s:\-])")
 """the end of a line before a top-level key; list items and the values of long keys may begin a line, too"""
-_CUT = "(settings)"
+SETTINGS_CUT = "(settings)"
 """stands for the settings that were left out"""
 _MAX_SETTINGS = 2000
 _MAX_DEPTH = 100
@@ -95,7 +95,7 @@ def compare(runs: Sequence[Run], *, metrics: Sequence[str] = ()) -> list[RunComp
     differing = [
         name
         for name in _union(settings)
-        if name == _CUT or len({_text(each.get(name)) for each in settings}) > 1
+        if name == SETTINGS_CUT or len({_text(each.get(name)) for each in settings}) > 1
     ]
     histories = [_history(summary.run) for summary in found]
     wanted = dict(map(_direction, metrics)) or _default_metrics(histories)
@@ -125,8 +125,8 @@ class CodeComparison:
     """lines: the commits if they differ, and how the uncommitted changes differ"""
     not_compared: list[str]
     """lines: code that was not recorded, and untracked files"""
-    is_recorded: bool
-    """whether both runs have recorded code, without which there is no diff"""
+    is_whole: bool
+    """whether the commits and all uncommitted changes of both runs were recorded"""
 
     @property
     def same(self) -> bool | None:
@@ -143,8 +143,9 @@ def compare_code(one: Run, other: Run) -> CodeComparison:
     runs, codes = (one, other), (_code(one), _code(other))
     not_compared = [line for run, code in zip(runs, codes, strict=True) for line in code.gaps(run.id)]
     mine, theirs = codes
-    if not (mine.commit and theirs.commit):
-        return CodeComparison(diff=[], not_compared=not_compared, is_recorded=False)
+    is_whole = mine.is_whole and theirs.is_whole
+    if not (mine.is_recorded and theirs.is_recorded):
+        return CodeComparison(diff=[], not_compared=not_compared, is_whole=is_whole)
     changes = difflib.unified_diff(
         mine.diff.splitlines(),
         theirs.diff.splitlines(),
@@ -152,9 +153,17 @@ def compare_code(one: Run, other: Run) -> CodeComparison:
         f"{other.id}: uncommitted changes",
         lineterm="",
     )
-    commits = [mine.commit[:10], theirs.commit[:10]]
-    lines = [f"commits differ: git diff {' '.join(commits)}"] if mine.commit != theirs.commit else []
-    return CodeComparison(diff=[*lines, *changes], not_compared=not_compared, is_recorded=True)
+    return CodeComparison(
+        diff=[*_commit_lines(mine, theirs), *changes], not_compared=not_compared, is_whole=is_whole
+    )
+
+
+def _commit_lines(mine: _Code, theirs: _Code) -> list[str]:
+    if mine.commit == theirs.commit:
+        return []
+    if mine.commit and theirs.commit:
+        return [f"commits differ: git diff {mine.commit[:10]} {theirs.commit[:10]}"]
+    return [f"commits differ: {mine.commit[:10] or 'none yet'} and {theirs.commit[:10] or 'none yet'}"]
 
 
 @final
@@ -171,16 +180,33 @@ class _Code:
     """which of this is incomplete, and why"""
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether there is anything to compare: before the first commit, git records what is staged."""
+        return bool(self.commit or self.diff)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the commit and all uncommitted changes were recorded."""
+        return bool(self.commit) and not self.note and not self.lacks_diff
+
+    @property
+    def lacks_diff(self) -> bool:
+        """Whether there were uncommitted changes, and git's diff is not in the run directory."""
+        return self.is_dirty and not self.diff
+
+    @property
     def label(self) -> str:
         """The commit, with a star for uncommitted changes."""
         return f"{self.commit[:10] or 'no commit'}{'*' if self.is_dirty else ''}"
 
     def gaps(self, run: str) -> Iterator[str]:
         """Yields what of the code of this run cannot be compared."""
-        if not self.commit:
+        if not self.is_recorded:
             yield f"the code of {run} was not recorded{self.note and f': {self.note}'}"
         elif self.note:
-            yield f"the code of {run} is incomplete: {self.note}"
+            yield f"the code of {run} was recorded only in part: {self.note}"
+        elif self.lacks_diff:
+            yield f"the uncommitted changes of {run} are missing in its directory"
         if self.untracked:
             names = ", ".join(self.untracked[:_MAX_UNTRACKED])
             more = len(self.untracked) - _MAX_UNTRACKED
@@ -214,7 +240,7 @@ def settings_of(run: Run, member: SweepMember | None) -> dict[str, Any]:
     found = list(islice(leaves(recorded), _MAX_SETTINGS + 1))  # anchors can make a small file a huge tree
     flat = dict(found[:_MAX_SETTINGS])
     if not is_whole or len(found) > _MAX_SETTINGS:
-        flat[_CUT] = f"too long: only its first {len(flat)} settings are compared"
+        flat[SETTINGS_CUT] = f"too long: only its first {len(flat)} settings are compared"
     return flat | {k: v for k, v in (member.settings if member else {}).items() if k not in flat}
 
 

@@ -101,14 +101,14 @@ class RunList:
         )
 
 
-def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings as numbers, switches and short texts.
+def plain_settings(settings: dict[str, Any], most: int = _MAX_SETTINGS) -> dict[str, Any]:
+    """Returns the first settings as numbers, switches and short texts.
 
     >>> plain_settings({"lr": 0.1, "sizes": [1, 2], "resume": True})
     {'lr': 0.1, 'sizes': '[1, 2]', 'resume': True}
     """
     found: dict[str, Any] = {}
-    for name, value in islice(settings.items(), _MAX_SETTINGS):
+    for name, value in islice(settings.items(), most):
         is_plain = value is None or isinstance(value, bool) or is_number(value)
         text = value if is_plain or isinstance(value, str) else _shown(value)
         found[clean(name, 120)] = clean(text, 200) if isinstance(text, str) else text

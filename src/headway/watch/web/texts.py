@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.launcher import sweep
 from headway.run import Run
-from headway.watch.comparison import settings_of
+from headway.watch.comparison import SETTINGS_CUT, settings_of
 from headway.watch.view.source import (
     clean,
     clean_indented,
@@ -32,14 +32,17 @@ _LOG_NAME = re.compile(r"rank-(\d{5})\.txt")
 
 def settings_table(runs: Sequence[Run]) -> dict[str, Any]:
     """Returns the settings of runs side by side, and the code of each."""
-    found = [plain_settings(settings_of(run, sweep.member(run))) for run in runs]
+    every = [settings_of(run, sweep.member(run)) for run in runs]
+    found = [plain_settings(each, most=len(each)) for each in every]
     names = list(dict.fromkeys(name for each in found for name in each))
     rows = [
         {
             "name": name,
             "values": [each.get(name) for each in found],
             "has": [name in each for each in found],
-            "differs": len({json.dumps(each.get(name)) for each in found}) > 1,
+            # settings that were left out may differ
+            "differs": len({json.dumps(each.get(name)) for each in found}) > 1
+            or (name == SETTINGS_CUT and len(runs) > 1),
         }
         for name in names
     ]
