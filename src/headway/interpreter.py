@@ -20,6 +20,15 @@ def module_command(module: str, *args: str, python: str = sys.executable) -> lis
     return [python, "-P", "-m", module, *args]
 
 
+def import_path() -> list[str]:
+    """Returns the directories from which this process imports, as absolute paths: the first may be the current one.
+
+    >>> all(map(os.path.isabs, import_path()))
+    True
+    """
+    return [str(Path(entry or ".").absolute()) for entry in sys.path]
+
+
 def module_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the variables with which a new Python process imports the same headway as this process.
 

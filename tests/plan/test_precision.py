@@ -132,8 +132,12 @@ def test_only_measured_steps_narrow_what_was_never_published_in_fp32() -> None:
         ("measured", H200, steps),
         ("cpu", cpu, own),
     ):
-        found = estimate(model, layout, node, calibration=constants).answers["time.part.matrix products"]
+        plan = estimate(model, layout, node, calibration=constants)
+        found = plan.answers["time.part.matrix products"]
         widths[name] = found.high / found.low
+        advised = {note.partition("; run: ")[2] for note in plan.notes if "in fp32 is known" in note}
+        wide = name in ("published", "calibrated")
+        assert advised == ({"headway plan measure FILE.py:FACTORY"} if wide else set())
     wide, narrow = 2.0 / 0.6, 1.08 / 0.93
     expected = {"published": wide, "calibrated": wide, "measured": narrow, "cpu": narrow}
     assert widths == pytest.approx(expected)

@@ -335,6 +335,19 @@ def test_a_script_that_ends_while_it_is_loaded_needs_a_main_guard(
         load_function(f"{script}:make_model")
 
 
+def test_a_trace_imports_what_the_process_that_asked_for_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m project.train` imports from the current directory, where the tracing process does not search."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "train.py").write_text("from own_layers_of_a_test import batch, make_model\n")
+    layers = "from torch import nn, ones\ndef make_model(): return nn.Linear(4, 4)\ndef batch(): return ones(2, 4)\n"
+    (tmp_path / "own_layers_of_a_test.py").write_text(layers)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    assert trace_module(TraceSettings(factory="parts/train.py:make_model")).error is None
+
+
 def test_functions_must_be_found_again() -> None:
     with pytest.raises(UsageError, match="outside other functions"):
         hw.plan.trace(lambda: None)

@@ -8,7 +8,6 @@ import os
 import re
 import reprlib
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final, overload
 
 from headway.errors import IncompleteSubmission, UsageError, unknown_name
+from headway.interpreter import import_path
 from headway.launcher import sweep
 from headway.launcher.agent.agent import check_nproc
 from headway.launcher.code import snapshot
@@ -321,7 +321,7 @@ def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget |
 
 def _sys_path(run: Run) -> list[str]:
     """Returns this process's import path, with the copy of the code in place of the original."""
-    here = [str(Path(entry or ".").absolute()) for entry in sys.path]
+    here = import_path()
     origin = Path(run.info()["code"]["snapshot"]["from"])
     if not run.snapshot_dir.is_dir():
         return here

@@ -38,6 +38,9 @@ _CONSTANTS = {"ampere": _AMPERE, "hopper": _HOPPER, "blackwell": _BLACKWELL}
 _FAMILIES = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopper", "b200": "blackwell",
              "gb200": "blackwell", "b300": "blackwell", "gb300": "blackwell"}  # fmt: skip
 
+_CALIBRATE = "headway plan calibrate"
+_MEASURE = "headway plan measure FILE.py:FACTORY"
+
 
 class TimeInterval(NamedTuple):
     """Bounds of a time relative to its estimate, and their source."""
@@ -45,6 +48,8 @@ class TimeInterval(NamedTuple):
     low: float
     high: float
     source: str
+    remedy: str = _CALIBRATE
+    """the command that narrows it"""
 
     @property
     def measured(self) -> bool:
@@ -120,12 +125,13 @@ def intervals(device: Device, constants: Calibration, precision: str) -> Mapping
         on_device = kind in ("products", "attention", "memory", "experts")
         measured = constant in constants.measured or (measured_steps and on_device)
         other = kind in others and not measured_steps
+        remedy = _MEASURE if other else _CALIBRATE
         if measured and not other:
             found[kind] = TimeInterval(*MEASURED, constants.source)
         elif family is None:
-            found[kind] = TimeInterval(*_UNKNOWN, f"no published step on {device.name} is known")
+            found[kind] = TimeInterval(*_UNKNOWN, f"no published step on {device.name} is known", remedy)
         elif other and wide:
-            found[kind] = TimeInterval(*_UNKNOWN, f"no published step in {precision} is known")
+            found[kind] = TimeInterval(*_UNKNOWN, f"no published step in {precision} is known", remedy)
         else:
-            found[kind] = TimeInterval(*_KNOWN[family][kind], _CONSTANTS[family].source)
+            found[kind] = TimeInterval(*_KNOWN[family][kind], _CONSTANTS[family].source, remedy)
     return found

@@ -57,13 +57,14 @@ def _kind(part: str, model: Transformer, layout: Layout, node: Node, constants: 
 
 def bound_notes(bounds: TimeBounds, step: StepTime) -> list[str]:
     """Returns notes on times that were not measured on this machine, the largest first, without parts below 5 %."""
-    unknown: dict[str, float] = {}
+    unknown: dict[tuple[str, str], float] = {}
     for name, interval in bounds.parts.items():
         if not interval.measured:
-            unknown[interval.source] = unknown.get(interval.source, 0.0) + step.parts[name]
+            reason = interval.source, interval.remedy
+            unknown[reason] = unknown.get(reason, 0.0) + step.parts[name]
     ranked = sorted(unknown.items(), key=lambda item: -item[1])
     return [
-        f"{100 * seconds / step.total:.0f} % of the step time is uncalibrated: {source}; run: headway plan calibrate"
-        for source, seconds in ranked
+        f"{100 * seconds / step.total:.0f} % of the step time is uncalibrated: {source}; run: {remedy}"
+        for (source, remedy), seconds in ranked
         if seconds > 0.05 * step.total
     ]

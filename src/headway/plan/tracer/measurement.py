@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from headway.errors import HeadwayError, UsageError
-from headway.interpreter import module_command, module_environment
+from headway.interpreter import import_path, module_command, module_environment
 from headway.plan import checks
 from headway.plan.machine.calibration import Calibration, calibration_file, load_calibration
 from headway.plan.machine.efficiency import default_calibration, scoped_calibration
@@ -378,7 +378,7 @@ def _probe(request: dict[str, object], timeout: float) -> dict[str, Any]:
             done = subprocess.run(
                 module_command("headway.plan.tracer.probe", str(out)),
                 env=module_environment(),
-                input=json.dumps(request),
+                input=json.dumps({"import_path": import_path(), **request}),
                 capture_output=True,
                 text=True,
                 errors="replace",  # the user's code may write any bytes

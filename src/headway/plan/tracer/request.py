@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import HeadwayError, UsageError
-from headway.interpreter import module_command, module_environment
+from headway.interpreter import import_path, module_command, module_environment
 from headway.plan import checks
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.efficiency import scoped_calibration
@@ -151,7 +151,9 @@ def _trace_in_process(every: Sequence[TraceSettings], timeout: float) -> list[di
         try:
             done = subprocess.run(
                 module_command("headway.plan.tracer.process", directory),
-                input=json.dumps([settings.to_dict() for settings in every]),
+                input=json.dumps(
+                    {"import_path": import_path(), "traces": [each.to_dict() for each in every]}
+                ),
                 capture_output=True,
                 text=True,
                 errors="replace",  # the user's code may write any bytes

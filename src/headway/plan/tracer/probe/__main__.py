@@ -11,12 +11,13 @@ import torch
 
 from headway.plan.tracer.probe.machine import measure_machine
 from headway.plan.tracer.probe.steps import measure_steps
-from headway.plan.tracer.process.user_code import UserCodeError
+from headway.plan.tracer.process.user_code import UserCodeError, extend_import_path
 from headway.plan.tracer.settings import TraceSettings
 
 
 def main() -> None:
     out, request = Path(sys.argv[1]), json.load(sys.stdin)
+    extend_import_path(request["import_path"])
     result: dict[str, Any]
     try:
         if request["kind"] == "machine":

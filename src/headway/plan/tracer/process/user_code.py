@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,14 @@ from typing import Any
 
 class UserCodeError(Exception):
     """The user's function cannot be loaded or used; the message says why."""
+
+
+def extend_import_path(paths: Iterable[str]) -> None:
+    """Lets the user's code import what it imports in the process that asked for the trace.
+
+    With `python -m project.train`, that is the current directory, in which this process does not search.
+    """
+    sys.path += [path for path in paths if path not in sys.path]
 
 
 def load_function(reference: str) -> Callable[..., Any]:
