@@ -87,12 +87,24 @@ def test_an_agent_that_fails_leaves_the_others_too(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PMIX_NAMESPACE", "7")
     monkeypatch.setenv("HEADWAY_RUNS", str(tmp_path))
 
-    def fail(_: Agent) -> int:
+    def fail(*_: object) -> int:
         raise StorageError("no space left for its directory")
 
-    monkeypatch.setattr(Agent, "run", fail)
-    with pytest.raises(StorageError):
-        node.run_here(["true"], nproc=1)
+    leave, heard = Team.leave, list[int]()
+
+    def repeat_signal(team: Team) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # SLURM repeats it until all processes have ended
+        leave(team)
+
+    monkeypatch.setattr(Agent, "_run_in", fail)
+    monkeypatch.setattr(Team, "leave", repeat_signal)
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with pytest.raises(StorageError):
+            node.run_here(["true"], nproc=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == []
     assert [path.name for path in (tmp_path / ".agents-mpi-7").iterdir()] == ["left-00000.json"]
 
 

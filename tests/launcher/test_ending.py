@@ -670,6 +670,16 @@ def test_a_next_job_that_is_refused_too_is_said(
     assert f"no more jobs for you; to resume: sbatch {run.job_script}" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("start")
+def test_a_next_job_that_may_be_in_the_queue_is_looked_up_first(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answering(monkeypatch, scontrol=REFUSED, sbatch=(124, "", "sbatch did not answer within 120 s"))
+    assert ended(run, 75, Slurm()) == HeadwayError.exit_code
+    said = capsys.readouterr().err
+    assert f"it may be in the queue all the same; if it is not there: sbatch {run.job_script}" in said
+
+
 def test_a_start_that_was_replaced_has_no_say(
     run: Run, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -502,6 +502,15 @@ def test_a_signal_that_is_repeated_after_a_stop_leaves_a_stop(
     assert "had stopped before SIGTERM ended its script" in capfd.readouterr().err
 
 
+def test_a_stop_of_an_earlier_launch_is_not_that_of_this_one(supervised: Supervised, tmp_path: Path) -> None:
+    """Ranks name the run before they train. Such ends are counted, and after three the job is not queued again."""
+    run = Run.create(tmp_path)
+    run.end_attempt(run.begin_attempt(world={}), status="stopped", exit_code=75)
+    run.path.rename(tmp_path / "run-0")
+    around = {name: value for name, value in os.environ.items() if name != "HEADWAY_RUN"}
+    assert supervised(f"{BEATS}\nos.kill(agent, signal.SIGTERM)\ntime.sleep(20)", environ=around) == 143
+
+
 def test_a_signal_while_the_agent_clears_up_changes_nothing(
     supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:

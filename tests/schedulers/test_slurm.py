@@ -111,6 +111,18 @@ def test_a_time_is_compared_with_the_limit_of_the_partition_that_sbatch_would_ta
     slurm.check(request(partition="gpu", time="2-0"))
 
 
+def test_a_job_is_not_submitted_to_a_cluster_on_which_it_is_not_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slurm, client = scheduler((0, "", ""))
+    monkeypatch.setenv("SBATCH_CLUSTERS", "big")
+    with pytest.raises(UsageError, match=r"SBATCH_CLUSTERS=big .*: export SLURM_CLUSTERS=big, too"):
+        slurm.check(request())
+    assert not client.asked
+    monkeypatch.setenv("SLURM_CLUSTERS", "big")
+    slurm.check(request())
+
+
 def test_a_busy_controller_is_asked_again() -> None:
     slurm, client = scheduler(BUSY, BUSY, (0, "", ""))
     assert slurm.requeue(job("7_2"), pause_s=0) is None
@@ -138,6 +150,14 @@ def test_a_requeue_whose_answer_was_lost_has_been_done() -> None:
     pending = (1, "", "Job is pending execution for job 7")
     slurm, client = scheduler(lost, (0, "None  0\n", ""), pending, (0, "BeginTime  1\n", ""))
     assert slurm.requeue(job("7"), pause_s=0) is None
+    assert [command[0] for command in client.asked] == ["scontrol", "squeue"] * 2
+
+
+def test_a_refusal_after_a_lost_answer_is_final_too() -> None:
+    """SLURM kills the job half a minute after its time limit: the next job must be submitted by then."""
+    lost = (1, "", "slurm_requeue error: Zero Bytes were transmitted or received")
+    slurm, client = scheduler(lost, (0, "None  0\n", ""), NEVER, (0, "None  0\n", ""))
+    assert slurm.requeue(job("7"), pause_s=0) == "Requested operation is presently disabled for job 7"
     assert [command[0] for command in client.asked] == ["scontrol", "squeue"] * 2
 
 

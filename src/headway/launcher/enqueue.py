@@ -92,9 +92,11 @@ def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]
             _write_script(run, job.target)
         successor = scheduler.submit(request, run.job_script)
     except HeadwayError as error:
+        sure = isinstance(error, _NOT_SUBMITTED)
+        then = "to resume" if sure else "it may be in the queue all the same; if it is not there"
         raise HeadwayError(
             f"job {ids.number} could not be followed by another: {error}; "
-            f"to resume: {scheduler.submit_command(run.job_script)}"
+            f"{then}: {scheduler.submit_command(run.job_script)}"
         ) from error
     _record(run, successor, before=before)
     return successor

@@ -25,7 +25,7 @@ import psutil
 
 from headway import schedulers
 from headway.checkpoint.format.directory import list_steps
-from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS, handled_signals
+from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS, handled_signals, ignore_signal
 from headway.dist.failure import heartbeat
 from headway.dist.failure.hang import format_ranks
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
@@ -37,6 +37,7 @@ from headway.launcher.agent.scratch import scratch_directory
 from headway.launcher.agent.team import Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
+from headway.run.info import format_time
 from headway.run.paths import RunPaths
 from headway.run.status import describe_failure
 from headway.system import environment, files
@@ -67,9 +68,9 @@ class Agent:
 
     `team` connects it with the agents of the other nodes. With `report=False`, the process that started all agents
     prints how the launch ended. A crash is followed by another round, up to `max_restarts` times, if there is a newer
-    checkpoint than when the round began. `prepare` is called first, and returns further variables. `grace_s` is how
-    long ranks have to end by themselves after one has failed; the other agents' records are read every `team_poll_s`,
-    and a stop request is repeated to starting ranks every `repeat_s`.
+    checkpoint than when the round began. `prepare` is called first, and returns further variables; `finish` is called
+    last. `grace_s` is how long ranks have to end by themselves after one has failed; the other agents' records are read
+    every `team_poll_s`, and a stop request is repeated to starting ranks every `repeat_s`.
 
     >>> Agent([sys.executable, "train.py"], nproc=4).run()
     0
@@ -87,6 +88,7 @@ class Agent:
         report: bool = True,
         max_restarts: int = 0,
         prepare: Callable[[], Mapping[str, str]] = dict,
+        finish: Callable[[], object] = lambda: None,
         grace_s: float = _GRACE_S,
         team_poll_s: float = _TEAM_POLL_S,
         repeat_s: float = _REPEAT_S,
@@ -100,9 +102,11 @@ class Agent:
         self._report = report
         self._max_restarts = max_restarts
         self._prepare = prepare
+        self._finish = finish
         self._grace_s = grace_s
         self._team_poll_s = team_poll_s
         self._repeat_s = repeat_s
+        self._began = format_time(datetime.now(UTC))
         self._running: list[RankProcess] = []
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
@@ -117,16 +121,18 @@ class Agent:
         return bool(self._signals)
 
     def run(self) -> int:
-        raise_open_files()
         signals = handled_signals(FORWARDED_SIGNALS)
         handlers = {number: signal.signal(number, self._forward) for number in signals}
         try:
+            raise_open_files()
             # nobody else may read it: it holds the control channel's key
             with scratch_directory() as directory:
                 return self._run_in(directory)
         finally:
+            for number in signals:  # a scheduler may repeat its signal, which would replace the exit code
+                ignore_signal(number)
             _clear_cache()
-            # last: a scheduler may repeat its signal, which would replace the exit code
+            self._finish()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -201,7 +207,8 @@ class Agent:
             last = run.info()["attempts"][-1]
         except (HeadwayError, IndexError):
             return None
-        if last["status"] == "stopped":
+        # ranks that end before they train name the run, too; its last attempt is then one of an earlier launch
+        if last["status"] == "stopped" and last["started"] >= self._began:
             return f"{run.id} had stopped before SIGTERM ended its script: started again, it resumes"
         if last["status"] != "done" or last.get("script_ended", True):
             return None

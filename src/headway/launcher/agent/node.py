@@ -71,8 +71,12 @@ def run_here(command: Sequence[str], *, nproc: int, max_restarts: int = 0) -> in
         team = Team(directory, number=place.rank, size=place.world_size)
     node = schedulers.node()
     host = node.host if node else socket.gethostname()
-    try:
-        return Agent(command, nproc=nproc, team=team, host=host, max_restarts=max_restarts).run()
-    finally:
-        if team is not None:
-            team.leave()
+    agent = Agent(
+        command,
+        nproc=nproc,
+        team=team,
+        host=host,
+        max_restarts=max_restarts,
+        finish=team.leave if team is not None else lambda: None,
+    )
+    return agent.run()

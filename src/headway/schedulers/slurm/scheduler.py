@@ -130,6 +130,12 @@ class SlurmScheduler(Scheduler):
         return same and ids.restarts < ours.restarts
 
     def check(self, request: JobRequest) -> None:
+        elsewhere = os.environ.get("SBATCH_CLUSTERS")
+        if elsewhere and elsewhere != os.environ.get("SLURM_CLUSTERS"):
+            raise UsageError(
+                f"SBATCH_CLUSTERS={elsewhere} submits to another cluster, but squeue and scancel look up its numbers "
+                f"on this one: export SLURM_CLUSTERS={elsewhere}, too, or unset SBATCH_CLUSTERS"
+            )
         tasks = submit_options(request, range(request.array_size or 1))[:1] if request.is_array else []
         answer = self._sbatch("--test-only", *options(request), *tasks, stdin=job_script(request))
         if answer.code:
@@ -160,11 +166,16 @@ class SlurmScheduler(Scheduler):
             if attempt:
                 time.sleep(pause_s * 2 ** (attempt - 1))
             answer = self._change("scontrol", "requeue", ids.number)
-            lost |= _LOST_ANSWER.search(answer.err) is not None
-            # a job that has been requeued is refused the second time, and must not be followed by another one
-            if answer.code == 0 or (lost and self.ended_by(ids) == "requeue"):
+            if answer.code == 0:
                 return None
-            if not (lost or _TRANSIENT.search(answer.err)):
+            is_lost = _LOST_ANSWER.search(answer.err) is not None
+            lost |= is_lost
+            # a job that has been requeued is refused the second time, and must not be followed by another one
+            ended = self.ended_by(ids) if lost else None
+            if ended == "requeue":
+                return None
+            unknown = lost and ended is None
+            if not (is_lost or unknown or _TRANSIENT.search(answer.err)):
                 break
         return answer.reason
 
