@@ -155,6 +155,26 @@ def test_a_rank_that_fails_while_rank_0_exits_is_the_cause(tmp_path: Path) -> No
     assert "create new thread" not in done.stderr, done.stderr
 
 
+def test_the_cause_is_recorded_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A limit of processes is often the cause itself; the hub must live on, and broadcast it."""
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(signals, "ignore_termination", lambda: None)  # of this process
+    monkeypatch.delenv("HEADWAY_RENDEZVOUS", raising=False)
+    handler = FailureHandler(LaunchEnvironment(launcher="srun", rank=0, world_size=2, node="n1"), print)
+    seen: list[str] = []
+    handler.callbacks.append(lambda record: seen.append(record["error"]))
+    record = capture.exception_record(ValueError("the cause"), None, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        handler.on_first_failure(record)
+    assert seen == ["ValueError: the cause"]
+
+
 @pytest.mark.parametrize("how", ["raise", "kill9", "exit0"])
 def test_ranks_that_never_meet_in_a_collective_notice_too(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

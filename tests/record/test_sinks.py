@@ -502,7 +502,7 @@ def test_a_sink_that_is_killed_is_named_with_the_remedy(run: Run, messages: list
         sink.kill()
     (message,) = messages
     assert message.startswith(
-        "Csv was killed by SIGKILL; to send the rest: headway runs sync; all metrics are in"
+        f"Csv was killed by SIGKILL; to send the rest: headway runs sync {run.shell_name}; all metrics are in"
     )
 
 

@@ -100,12 +100,18 @@ class FailureHandler:
         signals.ignore_termination()
         where = self._write(record)
         record["failure_file"] = None if where is None else str(where)
-        if self.callbacks:  # not at the exit of the script, when Python 3.12 can no longer start a thread
-            self._recording = threading.Thread(
-                target=self._call_back, args=(record,), name="headway failure", daemon=True
-            )
-            self._recording.start()
-            self._recording.join(_RECORD_S)
+        if not self.callbacks:
+            return
+        recording = threading.Thread(
+            target=self._call_back, args=(record,), name="headway failure", daemon=True
+        )
+        try:
+            recording.start()
+        except RuntimeError:  # no process or thread is left to this user, or Python 3.12 is exiting
+            self._call_back(record)
+            return
+        self._recording = recording
+        recording.join(_RECORD_S)
 
     def _call_back(self, record: FailureRecord) -> None:
         for callback in self.callbacks:

@@ -91,6 +91,7 @@ class Feeder:
         if rank == 0:
             write_description(run, sink)
         self._sink, self._log = sink, run.sink_log(sink.name, rank)
+        self._sync = f"headway runs sync {run.shell_name}"
         with files.storage(f"open {self._log}"):
             log = files.open_private(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
@@ -129,7 +130,7 @@ class Feeder:
                 with suppress(BrokenPipeError):
                     self._process.stdin.close()
         if code < 0:
-            self._warn(f"was killed by {signal.Signals(-code).name}; to send the rest: headway runs sync")
+            self._warn(f"was killed by {signal.Signals(-code).name}; to send the rest: {self._sync}")
         elif code:
             self._warn(f"failed: {redact(_last_line(self._log))[:300]}")
         return code == 0
