@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import torchmetrics
 import warm
 from safetensors.torch import load_file
-from toys import FEATURES, Batches, Classify, Net, make_net, make_pipe
+from toys import FEATURES, Batches, Classify, Net, make_net, make_pipe, sgd
 
 import headway as hw
 from headway.checkpoint.weights.readers import read_stamps
@@ -468,6 +468,41 @@ def test_callbacks_may_register_models_of_an_evaluation(runs: Path) -> None:
     pipe.enable_plan()  # nothing is planned without training
     assert pipe.test(stage, loader()) == pipe.test(stage, loader()) == expected
     assert callback.calls == ["run", "predicting"]
+
+
+def test_a_run_does_not_repeat_the_hooks_that_an_evaluation_has_called(tmp_path: Path) -> None:
+    pipe, callback = Pipeline(name="toy", root=tmp_path), Registers()
+    pipe.add_callback(callback)
+    pipe.test(Predicting(), loader(), weights="current")
+    pipe.register_dataset("train", Batches(2))
+    pipe.register_optimizer("sgd", sgd, model="net")
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.run()
+    assert callback.calls == ["run", "predicting", "classify"]
+
+
+def test_callbacks_do_not_take_an_evaluation_within_training_for_a_stage(tmp_path: Path) -> None:
+    class Tests(Classify):
+        def post_epoch(self) -> None:
+            self.pipe.test(Predicting(), loader(), weights="current")
+
+    pipe, callback = make_pipe(tmp_path, net=Net(norm=False)), Registers()
+    callback.pre_run = lambda _: callback.calls.append("run")  # type: ignore[method-assign]
+    pipe.add_callback(callback)
+    pipe.register_dataset("train", Batches(2))
+    pipe.append_stage(Tests(), max_epochs=2)
+    pipe.run()
+    assert callback.calls == ["run", "tests"]
+
+
+def test_a_loop_over_a_registered_loader_goes_on_after_an_evaluation(runs: Path) -> None:
+    pipe, own = fresh(runs), hw.data.DataLoader(Samples(), batch_size=8)
+    pipe.register_dataset("train", own)
+    batches = 0
+    for _ in own:
+        pipe.test(Predicting(), loader(), weights="current")
+        batches += 1
+    assert batches == len(own)
 
 
 class Growing(Predicting):

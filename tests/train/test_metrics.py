@@ -110,6 +110,31 @@ def test_metrics_that_ranks_compute_are_equal_or_refused() -> None:
         compute_metrics({"val/f1": RankDependent(1.0)}, {})
 
 
+class OfRoot(RankDependent):
+    def compute(self) -> Any:
+        return {"f1": 1.0} if hw.is_root() else {}
+
+
+@ranks(2)
+def test_a_metric_that_only_rank_0_computes_is_refused_on_all_ranks() -> None:
+    with pytest.raises(UsageError, match=r"'val/f1' is 1.0 on rank 0 and None on rank 1"):
+        compute_metrics({"val": OfRoot(0.0)}, {})
+    assert hw.all_gather_object(hw.rank()) == [0, 1], "the ranks are at the same exchange"
+
+
+@ranks(3)
+def test_rank_0_alone_compares_what_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A confusion matrix of each of 64 ranks would be gigabytes if every rank got all of them."""
+    sent: list[int] = []
+    put = c10d.PrefixStore.set
+    monkeypatch.setattr(
+        c10d.PrefixStore, "set", lambda store, key, value: (sent.append(len(value)), put(store, key, value))
+    )
+    compute_metrics({"val/f1": RankDependent(1e-6)}, {})
+    own = len(json.dumps({"value": {"val/f1": [1.0, math.nan]}}))
+    assert sent and max(sent) < 1.5 * own
+
+
 @ranks(3)
 def test_different_names_are_an_error_that_names_ranks_and_metrics() -> None:
     meter = MetricAccumulator(CPU)

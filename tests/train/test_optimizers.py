@@ -91,6 +91,25 @@ def test_schedulers_step_once_whoever_steps_the_optimizer(tmp_path: Path) -> Non
 
 
 @alone
+def test_a_step_of_a_hook_is_a_whole_step(tmp_path: Path) -> None:
+    """Outside `optimize`, nothing follows in the loop."""
+
+    class Distills(Alternating):
+        def player(self) -> str:
+            return "maker"
+
+        def post_epoch(self) -> None:
+            loss_of(self.models, "maker", torch.ones(2, FEATURES)).backward()
+            self.step_optimizer("maker")
+            self.pipe.optimizers["maker"].zero_grad()
+
+    pipe = two_models(tmp_path)
+    pipe.append_stage(Distills(), max_epochs=2)
+    pipe.run()
+    assert pipe.schedulers["maker"].last_epoch == 2 * (STEPS + 1)
+
+
+@alone
 def test_a_method_that_pre_epoch_assigns_is_used_in_that_epoch(tmp_path: Path) -> None:
     class Clips(Classify):
         def pre_epoch(self) -> None:

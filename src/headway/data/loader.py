@@ -126,6 +126,11 @@ class DataLoader:
         self._loops += 1
         return self._loop(self._loops)
 
+    @property
+    def loops_begun(self) -> int:
+        """How many loops over this loader have begun."""
+        return self._loops
+
     def feed_to(self, feed: DeviceFeed | None) -> None:
         """Makes torch pin the batches of workers that start from now on; None ends that."""
         if self._torch.num_workers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, repeat
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
 from headway.data import DataLoader
-from headway.data.feed.nested import find_tensors, parts_of
+from headway.data.feed.nested import find_tensors, is_record, parts_of
 from headway.data.stream_cursor import EpochAware
 from headway.data.worker_init import WorkerInit, open_workers
 from headway.errors import UsageError
@@ -53,24 +53,27 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def closing_loaders(run: RunState) -> Iterator[None]:
+def closing_loaders(run: RunState, *, but: Collection[DataLoader] = ()) -> Iterator[None]:
     """Ends threads and workers of loaders on every exit of the block: an exception keeps their iterators alive.
 
-    It does not wait for a worker that is busy or stuck in a file system, which ends with the process.
+    It does not wait for a worker that is busy or stuck in a file system, which ends with the process. Loaders in `but`
+    stay open unless the block reads them, which ends the loop that they were in.
     """
+    loops = [(loader, loader.loops_begun) for loader in but]
     try:
         yield
     finally:
-        closing = threading.Thread(target=_close_loaders, args=(run,), name="headway close", daemon=True)
+        kept = [loader for loader, begun in loops if loader.loops_begun == begun]
+        closing = threading.Thread(target=_close_loaders, args=(run, kept), name="headway close", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
 
 
-def _close_loaders(run: RunState) -> None:
+def _close_loaders(run: RunState, kept: Collection[DataLoader]) -> None:
     for stage in run.stage_states:
         stage.close_batches()
     for loader in run.pipe.datasets.values():
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, DataLoader) and not any(loader is each for each in kept):
             loader.close()
 
 
@@ -187,6 +190,7 @@ def count_rows(batch: Any) -> int | None:
     """Returns the number of samples in a batch, the length of its first tensor; None if its structure does not show it.
 
     Tensors in a list within the batch may be those of single samples, or views of all samples: they do not show it.
+    Of dicts in a list, they do if all have one length, as those of views have.
 
     >>> count_rows(([torch.ones(5, 3), torch.ones(5, 3)], torch.ones(5)))
     5
@@ -196,6 +200,8 @@ def count_rows(batch: Any) -> int | None:
     if batch is None or _is_plain(batch):
         return 1
     parts = parts_of(batch)
+    if isinstance(batch, list | tuple) and _are_alike(parts):
+        return _common_length(parts)
     for part in parts:
         if isinstance(part, Tensor | np.ndarray) and part.ndim:
             return len(part)
@@ -206,6 +212,29 @@ def count_rows(batch: Any) -> int | None:
     columns = [batch] if isinstance(batch, list | tuple) else parts
     lists = [each for each in columns if isinstance(each, list) and each and all(map(_is_plain, each))]
     return len(lists[0]) if lists else None
+
+
+def _are_alike(parts: list[Any]) -> bool:
+    """Whether several parts are dicts with the same keys, or records of one class: samples, or views of all samples."""
+    if len(parts) < 2 or len({type(part) for part in parts}) > 1:
+        return False
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return all(part.keys() == first.keys() for part in parts)
+    return is_record(first) or hasattr(first, "_fields")
+
+
+def _common_length(parts: list[Any]) -> int | None:
+    """Returns the length of all values of dicts or records; None if they differ, or if each has a single value."""
+    lengths = set()
+    for part in parts:
+        values = parts_of(part)
+        if len(values) < 2:
+            return None  # an image of three channels looks like a batch of three
+        lengths |= {
+            len(each) if isinstance(each, Tensor | np.ndarray) and each.ndim else None for each in values
+        }
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _is_plain(part: object) -> bool:

@@ -299,12 +299,12 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         choice = choose_run(run.root, name=name, config=self.config, resume=resume)
         run.directory = choice.run
         if choice.finished and run.checkpointer:  # the rest of the script gets the trained models
-            run.run_hook("pre_run", self)  # it may register what is restored
+            run.run_hook_once("pre_run", self, run.callbacks)  # it may register what is restored
             run.checkpointer.restore_finished(choice)
             current().trained = True
             return choice.run
         with restoring_handlers(), closing_loaders(run), run.recording(choice.run):
-            run.run_hook("pre_run", self)  # it may register what is trained, and what is restored
+            run.run_hook_once("pre_run", self, run.callbacks)  # it may register what is trained and restored
             if later:
                 check_registered(run)
             watch_first_steps(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +63,9 @@ class RunState:
         self.checkpointer: Checkpointer | None = None
         self.outputs_are_reused = False
         """whether the next call of a model overwrites its last output, as with CUDA graphs"""
-        self.hooks_called: dict[tuple[str, int], object] = {}  # keeps the subjects, since Python reuses ids
+        self._hooks_called: dict[
+            tuple[str, int, int], object
+        ] = {}  # keeps the objects, since Python reuses ids
         self.busy_s = 0.0
         """the seconds that this rank spent on its own work between the last two log points"""
         self._interval_s = 0.0  # all seconds between these log points
@@ -112,10 +114,19 @@ class RunState:
     def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """Calls a hook of the subject, then of the callbacks, without the hang check: hooks have no time limit."""
         with dist.no_hang_check(), logging_once(hook, subject):
-            self.hooks_called[hook, id(subject)] = subject
-            getattr(subject, hook)()
-            for callback in self.callbacks:
-                getattr(callback, hook)(subject)
+            for owner in (subject, *self.callbacks):
+                self._call_hook(hook, subject, owner)
+
+    def run_hook_once(self, hook: str, subject: Pipeline | Stage, callbacks: Iterable[Callback]) -> None:
+        """Calls a hook of the subject and the callbacks, except where a run or an evaluation has called it before."""
+        with dist.no_hang_check(), logging_once(hook, subject):
+            for owner in (subject, *callbacks):
+                if (hook, id(subject), id(owner)) not in self._hooks_called:
+                    self._call_hook(hook, subject, owner)
+
+    def _call_hook(self, hook: str, subject: Pipeline | Stage, owner: Pipeline | Stage | Callback) -> None:
+        self._hooks_called[hook, id(subject), id(owner)] = subject, owner
+        getattr(owner, hook)(*([] if owner is subject else [subject]))
 
     # --- around a run and a stage
 

@@ -64,6 +64,7 @@ class TrainValState(LoopState):
         self._set_weighs: dict[str | None, bool] = {}  # by prefix: whether steps on that set return weights
         self._own_names: set[str] = set()  # names of metrics that the loop itself logs
         self._base = base
+        self._optimizing = False  # whether the stage's `optimize` is called
         self.optimizer_step = OptimizerStep(self)
         self._val_values: dict[str, Any] = {}
 
@@ -261,8 +262,19 @@ class TrainValState(LoopState):
         mine = self.stage.optimizers()
         return {name: each for name, each in self.pipe.optimizers.items() if any(each is one for one in mine)}
 
+    def optimize(self) -> None:
+        """Calls the stage's `optimize`, in which `step_optimizer` leaves what the loop does to the loop."""
+        self._optimizing = True
+        try:
+            self.stage.optimize()
+        finally:
+            self._optimizing = False
+
     def step_optimizer(self, optimizer: Optimizer) -> None:
-        """Steps an optimizer within `optimize`; the loop steps what follows those that `optimizers()` returns."""
+        """Steps an optimizer; within `optimize`, the loop steps what follows those that `optimizers()` returns."""
+        if not self._optimizing:  # of a hook that trains by itself
+            super().step_optimizer(optimizer)
+            return
         self.precision.step(optimizer)
         if not any(optimizer is each for each in self.stage.optimizers()):
             for follow in followers_of(self.run, [optimizer]):

@@ -62,8 +62,7 @@ class PlanCheck(Callback):
             self.plan = read_saved_plan(pipe.directory.plan_file)
 
     def pre_stage(self, stage: Stage) -> None:
-        evaluated = not stage.pipe._state.is_running  # without training
-        if self.plan is None and not evaluated and stage is stage.pipe.stages[0] and stage.pipe.world.is_root:
+        if self.plan is None and stage is stage.pipe.stages[0] and stage.pipe.world.is_root:
             self._trace = _start_trace(stage)
 
     def pre_epoch(self, stage: Stage) -> None:  # noqa: ARG002

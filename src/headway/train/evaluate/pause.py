@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from headway import dist
+from headway.data import DataLoader
 from headway.data.stream_cursor import EpochAware
 from headway.dist.failure.capture import HEARTBEAT
 from headway.errors import UsageError
@@ -33,7 +34,10 @@ def pausing(run: RunState, state: LoopState) -> Iterator[None]:
         stack.enter_context(rng.temporary_state(None, run.pipe.device))
         stack.callback(state.close_batches, but=state.open_batches())
         if not run.is_running:
-            stack.enter_context(closing_loaders(run))
+            every = run.pipe.datasets.values()  # the script may be in a loop over one of them
+            stack.enter_context(
+                closing_loaders(run, but=[each for each in every if isinstance(each, DataLoader)])
+            )
             stack.enter_context(run.timer.off())
             yield
             dist.set_phase("done")

@@ -23,6 +23,7 @@ from headway.run import Run, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
 from headway.system import files
 from headway.system.jsonlines import JsonLinesWriter
+from headway.train.diagnose.plan_check import PlanCheck
 from headway.train.evaluate.pause import pausing
 from headway.train.metrics.display import LINE_SECONDS
 from headway.train.model.initial_weights import WeightsLike, find_weights
@@ -90,10 +91,12 @@ def session(
     before, state.directory = state.directory, chosen
     try:
         with pausing(state, stage._loop):
-            hooks: dict[str, Pipeline | Stage] = {"pre_run": pipe, "pre_stage": stage}
-            for hook, subject in hooks.items():
-                if (hook, id(subject)) not in state.hooks_called:  # a hook may create the models
-                    state.run_hook(hook, subject)
+            # these hooks may create the models; within training, those of callbacks were called for its own stages
+            users = (
+                [] if state.is_running else [each for each in state.callbacks if type(each) is not PlanCheck]
+            )
+            state.run_hook_once("pre_run", pipe, users)
+            state.run_hook_once("pre_stage", stage, users)
             yield _load(state, chosen, weights)
     finally:
         state.directory = before

@@ -77,26 +77,32 @@ def compute_metrics(metrics: Mapping[str, EpochMetric], logged: Mapping[str, Val
     for metric in metrics.values():  # after all are computed, since one metric may have two names
         metric.reset()
     check_names(found, logged)
-    return {**logged, **(_check_equal(found) if found else found)}
+    if metrics:  # on all ranks alike; `found` may be empty on some
+        exchange = RankExchange("compare the values of their metrics")
+        found = exchange.round(lambda: found, _first_of_equals)
+    return {**logged, **found}
 
 
-def _check_equal(mine: dict[str, Value]) -> dict[str, Value]:
-    """Returns rank 0's values, on all ranks; raises `UsageError` if those of another rank differ by more than rounding.
+def _first_of_equals(values: list[dict[str, Value]]) -> list[dict[str, Value]]:
+    """Returns rank 0's values for each rank; raises `UsageError` if those of another differ by more than rounding.
 
     Ranks decide by these values when to stop, and a decision of one rank alone would leave the others in a collective.
     """
-    every = RankExchange("compare the values of their metrics").all_gather(lambda: mine)
-    for rank, theirs in enumerate(every[1:], start=1):
-        for name, value in every[0].items():
-            if name not in theirs or not _is_close(value, theirs[name]):
+    first = values[0]
+    for rank, theirs in enumerate(values[1:], start=1):
+        for name in {**first, **theirs}:
+            if not _is_close(first.get(name), theirs.get(name)):
                 raise UsageError(
-                    f"metric {name!r} is {value!r:.80} on rank 0 and {theirs.get(name)!r:.80} on rank {rank}: reduce "
-                    "its counts over ranks in compute(), as torchmetrics do, or log a mean with self.log()"
+                    f"metric {name!r} is {first.get(name)!r:.80} on rank 0 and {theirs.get(name)!r:.80} on rank "
+                    f"{rank}: reduce its counts over ranks in compute(), as torchmetrics do, or log a mean with "
+                    "self.log()"
                 )
-    return every[0]
+    return [first] * len(values)
 
 
-def _is_close(first: Value, second: Value) -> bool:
+def _is_close(first: Value | None, second: Value | None) -> bool:
+    if first is None or second is None:
+        return False
     one, other = np.asarray(first, np.float64), np.asarray(second, np.float64)
     return one.shape == other.shape and np.allclose(one, other, rtol=1e-3, equal_nan=True)
 

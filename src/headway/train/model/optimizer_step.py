@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -200,7 +201,7 @@ class OptimizerStep:
         if made:
             if norm is not None and limit is not None:
                 stage.clip_gradients(norm, limit)
-            stage.optimize()
+            self._state.optimize()
             self._follow(optimizers)
             if norm is not None:
                 self._log_norm(norm)
@@ -279,8 +280,10 @@ class OptimizerStep:
         step, device = self._state.run.steps_done + 1, self._state.device
         losses = [
             loss
-            for number, loss, samples, weight in self._state.recent_losses
-            if number == step and (samples or weight is not None)  # not those of repeated batches
+            for _, loss, samples, weight in takewhile(
+                lambda each: each[0] == step, reversed(self._state.recent_losses)
+            )
+            if samples or weight is not None  # not those of repeated batches
         ]
         bad = torch.stack([~each.to(device).isfinite() for each in (norm, *losses)]).any().float()
         if self._state.pipe.world.world_size > 1:
