@@ -80,7 +80,8 @@ def begin(target: SaveTarget) -> None:
             target.fence.check()  # first: the checkpoints there may be those of a newer attempt
         _check_new(target)
         for directory in reversed([each for each in (parent, *parent.parents) if not each.is_dir()]):
-            files.make_dir(directory)
+            with suppress(FileExistsError):  # another process saves below it, too
+                files.make_dir(directory)
             files.sync_dir(directory.parent)
         sweep(parent, target.owner)
         failpoint("checkpoint.before_directory")
