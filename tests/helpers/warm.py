@@ -163,7 +163,7 @@ def _become(command: list[str], environ: dict[str, str], prepare: Any = None) ->
     library.propagate, library.level = True, logging.NOTSET
     sys.modules["numpy"].random.seed()  # of a rank, too, which an agent forks
     try:
-        _execute(kind, arguments)
+        _execute(kind, arguments, is_safe=command[0] != sys.executable or command[1] == "-P")
         code = 0
     except BaseException as error:  # noqa: BLE001  whatever a program raises
         code = _report(error)
@@ -192,11 +192,12 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
     return trace
 
 
-def _execute(kind: str, arguments: list[str]) -> None:
+def _execute(kind: str, arguments: list[str], *, is_safe: bool) -> None:
     sys.argv[:] = arguments
     first = str(Path(arguments[0]).resolve().parent) if kind == "script" else ""
     path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    sys.path[:1] = [first, *(each for each in path if each not in sys.path)]
+    found = [] if is_safe else [first]
+    sys.path[:1] = [*found, *(each for each in path if each not in sys.path)]
     if kind == "-m":
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     elif kind == "script":
