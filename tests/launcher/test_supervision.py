@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headway.dist.control.signals import STOP_REQUESTS
 from headway.errors import UsageError
 from headway.launcher.agent import agent as agent_module
 from headway.launcher.agent.agent import Agent, check_nproc
@@ -43,7 +44,7 @@ def wait_for(condition):
 
 
 @pytest.fixture
-def supervised(tmp_path: Path) -> Callable[..., int]:
+def supervised(tmp_path: Path) -> Iterator[Callable[..., int]]:
     """Runs these lines as ranks in `tmp_path`, by an agent with little patience, and returns the exit code."""
     quick = {"grace_s": 0.3, "team_poll_s": 0.05, "repeat_s": 0.05}
 
@@ -51,7 +52,10 @@ def supervised(tmp_path: Path) -> Callable[..., int]:
         command = [sys.executable, "-c", TOP + lines]
         return Agent(command, nproc=nproc, cwd=str(tmp_path), **(quick | options)).run()
 
-    return run
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, *STOP_REQUESTS)}
+    yield run
+    for number, handler in handlers.items():  # a process that was told to stop keeps ignoring the signal
+        signal.signal(number, handler)
 
 
 Supervised = Callable[..., int]
@@ -149,12 +153,11 @@ def test_an_agent_that_still_waits_for_others_can_be_ended(
         os.kill(os.getpid(), number)
         return {}
 
-    before = signal.getsignal(number)
     with pytest.raises(SystemExit) as left:
         supervised("", prepare=end, team=Team(tmp_path / "meet" / "team", number=0, size=2))
     assert left.value.code == code
     assert json.loads((tmp_path / "meet/team/round-0/ended-00000.json").read_text()) == {"exit_code": code}
-    assert signal.getsignal(number) == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---- the others
@@ -500,6 +503,20 @@ def test_a_signal_that_is_repeated_after_a_stop_leaves_a_stop(
     around = {name: value for name, value in os.environ.items() if name != "HEADWAY_RUN"}
     assert supervised(f"{RESUMES}\n{BEATS}\n{STOPPED}", environ=around) == 75
     assert "had stopped before SIGTERM ended its script" in capfd.readouterr().err
+
+
+def test_a_signal_that_is_repeated_until_the_process_has_ended_leaves_its_code() -> None:
+    """SLURM, and users, repeat SIGTERM while the interpreter exits."""
+    rank = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); os.kill(agent, signal.SIGTERM); time.sleep(20)"
+    launch = f"""
+import os, signal, sys
+from headway.launcher.agent.agent import Agent
+code = Agent([sys.executable, "-c", {TOP + rank!r}], nproc=1).run()
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    os.kill(os.getpid(), number)
+sys.exit(code)
+"""
+    assert subprocess.run([sys.executable, "-c", launch], check=False, timeout=60).returncode == 75
 
 
 def test_a_stop_of_an_earlier_launch_is_not_that_of_this_one(supervised: Supervised, tmp_path: Path) -> None:

@@ -133,8 +133,11 @@ class Agent:
                 ignore_signal(number)
             _clear_cache()
             self._finish()
+            # after a stop, this process exits, and still ignores what would end it without that code
+            ignored = {signal.SIGTERM, *STOP_REQUESTS} if self._signals else set()
             for number, handler in handlers.items():
-                signal.signal(number, handler)
+                if number not in ignored or callable(handler):
+                    signal.signal(number, handler)
 
     def _run_in(self, directory: Path) -> int:
         team = self._team or Team(directory, number=0, size=1)
