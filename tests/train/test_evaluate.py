@@ -495,6 +495,30 @@ def test_callbacks_do_not_take_an_evaluation_within_training_for_a_stage(tmp_pat
     assert callback.calls == ["run", "tests"]
 
 
+def trained(folder: Path) -> Pipeline:
+    pipe = make_pipe(folder, net=Net(norm=False))
+    pipe.register_dataset("train", Batches(2))
+    pipe.append_stage(Classify(), max_epochs=1)
+    pipe.test(Predicting(), loader(), weights="current")
+    pipe.run()
+    return pipe
+
+
+def test_an_evaluation_before_the_first_training_belongs_to_its_run(tmp_path: Path) -> None:
+    (run,) = hw.run.runs_under(tmp_path) if trained(tmp_path) else ()
+    assert run.eval_file("test").exists() and [each["status"] for each in run.info()["attempts"]] == ["done"]
+
+
+def test_a_job_that_evaluates_before_it_trains_trains_in_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path)  # an earlier run of the same name
+    job = hw.Run.create(tmp_path, name="toy")
+    monkeypatch.setenv("HEADWAY_RUN", str(job.path))
+    assert trained(tmp_path).directory.path == job.path and job.eval_file("test").exists()
+    assert len(list(hw.run.runs_under(tmp_path))) == 2
+
+
 def test_a_loop_over_a_registered_loader_goes_on_after_an_evaluation(runs: Path) -> None:
     pipe, own = fresh(runs), hw.data.DataLoader(Samples(), batch_size=8)
     pipe.register_dataset("train", own)

@@ -41,6 +41,8 @@ def main(argv: list[str]) -> int:
         raise UsageError(
             f"{options.run!r} is a sweep of {len(runs)} runs: leave --output out, or name one run"
         )
+    if options.output and not (parent := Path(options.output).absolute().parent).is_dir():
+        raise UsageError(f"--output {options.output}: there is no directory {parent}")
     for run in runs:
         if options.times:
             console().print(time_table(account_run(run)))

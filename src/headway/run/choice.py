@@ -183,10 +183,10 @@ def _find_parent(resume: str | Path) -> Path | None:
 def _check_exists(parent: Path) -> None:
     """Raises `UsageError` if there is no checkpoint for a new run to start from."""
     if not parent.is_dir():
-        raise UsageError(
-            f"resume={str(parent)!r}: there is no such checkpoint; list those of the run with: headway checkpoint "
-            f"show {parent.parent.parent}"
-        )
+        run = parent.parent.parent
+        known = f"list those of the run with: headway checkpoint show {shlex.quote(str(run))}"
+        advice = known if run.is_dir() else f"nor is there the run {run.name}; choose another checkpoint"
+        raise UsageError(f"resume={str(parent)!r}: there is no such checkpoint; {advice}")
 
 
 def _warn_of_damage(beginning: str, problem: str) -> None:

@@ -19,6 +19,7 @@ from headway.dist.group import current
 from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
 from headway.run import Run, check_name
+from headway.run.choice import Choice
 from headway.system import environment
 from headway.train import loop
 from headway.train.batches import FirstBatch, closing_loaders
@@ -291,12 +292,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             check_registered(run)
         if smoke_part := smoke.requested_part():
             smoke.shorten(run, smoke_part)
-        name, resume = self.name, run.checkpointer.settings.resume if run.checkpointer else "never"
-        fake = later and environment.is_on(environment.FAKE_DATA)
-        if fake or any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
-            # weights from repeated batches are useless, so real and fake runs never resume each other
-            name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
-        choice = choose_run(run.root, name=name, config=self.config, resume=resume)
+        choice = self._choose()
         run.directory = choice.run
         if choice.finished and run.checkpointer:  # the rest of the script gets the trained models
             run.run_hook_once("pre_run", self, run.callbacks)  # it may register what is restored
@@ -329,6 +325,18 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         if run.checkpointer:
             run.checkpointer.leave()
         return choice.run
+
+    def _choose(self) -> Choice:
+        """Chooses the run to train in, once: one that an evaluation has created before training is trained."""
+        run = self._state
+        if run.choice is None:
+            name, resume = self.name, run.checkpointer.settings.resume if run.checkpointer else "never"
+            fake = self._registers_later and environment.is_on(environment.FAKE_DATA)
+            if fake or any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
+                # weights from repeated batches are useless, so real and fake runs never resume each other
+                name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
+            run.choice = choose_run(run.root, name=name, config=self.config, resume=resume)
+        return run.choice
 
     @property
     def _registers_later(self) -> bool:

@@ -13,6 +13,7 @@ from headway.errors import UsageError
 from headway.record.media.writer import MediaSettings, MediaWriter
 from headway.record.sinks import Sink, feeding
 from headway.run import Run
+from headway.run.choice import Choice
 from headway.system import environment
 from headway.system.log import logger
 from headway.train.batches import set_epoch
@@ -46,6 +47,8 @@ class RunState:
     def __init__(self, pipe: Pipeline, root: str | Path) -> None:
         self.pipe, self.root = pipe, root
         self.directory: Run | None = None
+        self.choice: Choice | None = None
+        """the run to train in, once it is chosen"""
         self.steps_done = 0
         """finished steps of all stages"""
         self.epoch = 0

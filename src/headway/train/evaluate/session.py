@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +18,11 @@ from headway.checkpoint import Weights
 from headway.checkpoint.weights.loading import has_averages, load_weights
 from headway.checkpoint.weights.readers import read_stamps
 from headway.dist.collective.guard import from_root
-from headway.dist.shared_run import open_run
+from headway.dist.group import current
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.run import Run, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
-from headway.system import files
+from headway.system import environment, files
 from headway.system.jsonlines import JsonLinesWriter
 from headway.train.diagnose.plan_check import PlanCheck
 from headway.train.evaluate.pause import pausing
@@ -126,6 +127,11 @@ def _choose_run(state: RunState, given: Run | str | Path | None, weights: EvalWe
         return _opened(Path(path))
 
     def find() -> str | None:
+        job = os.environ.get(environment.RUN)  # the run that the first pipeline of this job trains
+        if job and Path(job).absolute() not in current().opened_runs:
+            run = Run.open(job)
+            if not _is_of_run(weights) or newest_step(run.path) is not None:
+                return str(run.path)
         for run in own_runs(runs_under(root, name=pipe.name)):
             if not _is_of_run(weights) or newest_step(run.path) is not None:
                 return str(run.path)
@@ -139,7 +145,7 @@ def _choose_run(state: RunState, given: Run | str | Path | None, weights: EvalWe
             f"{root} has no run {pipe.name!r} with checkpoints: train one with pipe.enable_checkpointing(), or "
             'pass run=, weights=PATH, or weights="current" for the weights that the models have'
         )
-    return open_run(root, name=pipe.name, config=pipe.config)
+    return pipe._choose().run
 
 
 def _find_run(root: str | Path, place: str | Path) -> Run:
