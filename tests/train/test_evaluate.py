@@ -509,6 +509,35 @@ def test_an_evaluation_before_the_first_training_belongs_to_its_run(tmp_path: Pa
     assert run.eval_file("test").exists() and [each["status"] for each in run.info()["attempts"]] == ["done"]
 
 
+def test_settings_that_follow_an_evaluation_decide_where_the_run_is(tmp_path: Path) -> None:
+    for _ in range(2):
+        pipe = make_pipe(tmp_path / "first", net=Net(norm=False))
+        pipe.register_dataset("train", Batches(2))
+        pipe.append_stage(Classify(), max_epochs=1)
+        pipe.test(Predicting(), loader(), weights="current")
+        pipe.enable_checkpointing(tmp_path / "runs", resume="auto")
+        pipe.run()
+        assert pipe.directory.path.parent == tmp_path / "runs"
+
+
+def test_weights_of_a_pipeline_are_not_those_of_another_that_the_job_trains(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is queued again: its run has checkpoints by then."""
+    student = make_pipe(runs, net=Net(norm=False))
+    student.name = "student"
+    student.register_dataset("train", Batches(2))
+    student.append_stage(Classify(), max_epochs=1)
+    student.enable_checkpointing(runs)
+    monkeypatch.setenv("HEADWAY_RUN", str(student.run().path))
+    hw.dist.leave()  # another process
+    expected = shared_run(runs).checkpoints_dir
+    pipe = fresh(runs)
+    pipe.test(Predicting(), loader())
+    (row,) = list(jsonlines.read(shared_run(runs).eval_file("test")))[-1:]
+    assert Path(row["weights"]).parent == expected
+
+
 def test_a_job_that_evaluates_before_it_trains_trains_in_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from headway.dist.control.stop import restoring_handlers
 from headway.dist.group import current
 from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
-from headway.run import Run, check_name
+from headway.run import Run, check_name, config_text
 from headway.run.choice import Choice
 from headway.system import environment
 from headway.train import loop
@@ -327,16 +327,18 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         return choice.run
 
     def _choose(self) -> Choice:
-        """Chooses the run to train in, once: one that an evaluation has created before training is trained."""
+        """Chooses the run to train in, or returns the one that an evaluation with the same settings has created."""
         run = self._state
-        if run.choice is None:
-            name, resume = self.name, run.checkpointer.settings.resume if run.checkpointer else "never"
-            fake = self._registers_later and environment.is_on(environment.FAKE_DATA)
-            if fake or any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
-                # weights from repeated batches are useless, so real and fake runs never resume each other
-                name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
-            run.choice = choose_run(run.root, name=name, config=self.config, resume=resume)
-        return run.choice
+        name, resume = self.name, run.checkpointer.settings.resume if run.checkpointer else "never"
+        fake = self._registers_later and environment.is_on(environment.FAKE_DATA)
+        if fake or any(isinstance(loader, FirstBatch) for loader in self.datasets.values()):
+            # weights from repeated batches are useless, so real and fake runs never resume each other
+            name, resume = f"{name[:59]}-fake", "never" if resume == "never" else "auto"
+        # a new run was created because there was none, so that "auto" and "never" mean the same
+        settings = str(run.root), name, config_text(self.config), "auto" if resume == "never" else str(resume)
+        if run.choice is None or run.choice[0] != settings:
+            run.choice = settings, choose_run(run.root, name=name, config=self.config, resume=resume)
+        return run.choice[1]
 
     @property
     def _registers_later(self) -> bool:

@@ -47,8 +47,8 @@ class RunState:
     def __init__(self, pipe: Pipeline, root: str | Path) -> None:
         self.pipe, self.root = pipe, root
         self.directory: Run | None = None
-        self.choice: Choice | None = None
-        """the run to train in, once it is chosen"""
+        self.choice: tuple[tuple[str, ...], Choice] | None = None
+        """the run to train in, once it is chosen, after the settings that it was chosen for"""
         self.steps_done = 0
         """finished steps of all stages"""
         self.epoch = 0

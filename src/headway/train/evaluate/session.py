@@ -128,14 +128,12 @@ def _choose_run(state: RunState, given: Run | str | Path | None, weights: EvalWe
 
     def find() -> str | None:
         job = os.environ.get(environment.RUN)  # the run that the first pipeline of this job trains
-        if job and Path(job).absolute() not in current().opened_runs:
-            run = Run.open(job)
-            if not _is_of_run(weights) or newest_step(run.path) is not None:
-                return str(run.path)
-        for run in own_runs(runs_under(root, name=pipe.name)):
-            if not _is_of_run(weights) or newest_step(run.path) is not None:
-                return str(run.path)
-        return None
+        jobs = [Run.open(job)] if job and Path(job).absolute() not in current().opened_runs else []
+        named = own_runs(runs_under(root, name=pipe.name))
+        if not _is_of_run(weights):
+            return next((str(run.path) for run in (*jobs, *named)), None)
+        # the job may train another model than this pipeline
+        return next((str(run.path) for run in (*named, *jobs) if newest_step(run.path) is not None), None)
 
     path_or_none = from_root(find)
     if path_or_none is not None:
