@@ -34,7 +34,6 @@ COUNTED: dict[str, tuple[Any, int]] = {
     "nested dicts": ({"inputs": {"ids": X}, "size": torch.tensor(1.0)}, 4),
     "a dataclass": (Record(["a"] * 4, X), 4),
     "two views and labels": ([[X[:, :2], X], Y], 4),
-    "two views in dicts": ([{"x": X, "mask": X}, {"x": X, "mask": X}], 4),
     "images of several sizes and their numbers": ((list(X), Y), 4),
     "a pair in a tuple": ((Pair(X, Y), "train"), 4),
     "texts": (["a", "b", "c"], 3),
@@ -61,6 +60,7 @@ class Graph:
 REFUSED: dict[str, Any] = {
     "samples of torchvision's detection": tuple(zip(*[(x, {"boxes": Y}) for x in X], strict=True)),
     "two views in a list": [[X, X]],
+    "two views in dicts": [{"x": X}, {"x": X}],
     "samples in a list": [{"image": image, "label": 3} for image in X],
     "samples of images alone": [{"image": image} for image in X],
     "samples in named tuples": [Pair(image, 3) for image in X],

@@ -190,7 +190,7 @@ def count_rows(batch: Any) -> int | None:
     """Returns the number of samples in a batch, the length of its first tensor; None if its structure does not show it.
 
     Tensors in a list within the batch may be those of single samples, or views of all samples: they do not show it.
-    Of dicts in a list, they do if all have one length, as those of views have.
+    Neither do the dicts or records of a list.
 
     >>> count_rows(([torch.ones(5, 3), torch.ones(5, 3)], torch.ones(5)))
     5
@@ -201,7 +201,7 @@ def count_rows(batch: Any) -> int | None:
         return 1
     parts = parts_of(batch)
     if isinstance(batch, list | tuple) and _are_alike(parts):
-        return _common_length(parts)
+        return None
     for part in parts:
         if isinstance(part, Tensor | np.ndarray) and part.ndim:
             return len(part)
@@ -215,26 +215,13 @@ def count_rows(batch: Any) -> int | None:
 
 
 def _are_alike(parts: list[Any]) -> bool:
-    """Whether several parts are dicts with the same keys, or records of one class: samples, or views of all samples."""
+    """Whether several parts are dicts with the same keys, or records of one class: samples, or views of all of them."""
     if len(parts) < 2 or len({type(part) for part in parts}) > 1:
         return False
     first = parts[0]
     if isinstance(first, Mapping):
         return all(part.keys() == first.keys() for part in parts)
     return is_record(first) or hasattr(first, "_fields")
-
-
-def _common_length(parts: list[Any]) -> int | None:
-    """Returns the length of all values of dicts or records; None if they differ, or if each has a single value."""
-    lengths = set()
-    for part in parts:
-        values = parts_of(part)
-        if len(values) < 2:
-            return None  # an image of three channels looks like a batch of three
-        lengths |= {
-            len(each) if isinstance(each, Tensor | np.ndarray) and each.ndim else None for each in values
-        }
-    return lengths.pop() if len(lengths) == 1 else None
 
 
 def _is_plain(part: object) -> bool:

@@ -174,7 +174,7 @@ def _samples(state: TrainValState, first: int) -> str:
     if not isinstance(loader, TraceableLoader) or first == UNKNOWN_STEP:
         return ""
     span, order = loader.last_span(), loader.order()
-    if span is None or order is None or not _are_equal(state, first, span[1] - span[0]):
+    if span is None or order is None or not _have_equal_sizes(state, first, span[1] - span[0]):
         return ""
     width = (span[1] - span[0]) * state.settings.accumulate
     stop = span[1] - (state.run.steps_done - first) * width
@@ -183,7 +183,7 @@ def _samples(state: TrainValState, first: int) -> str:
     return shorten_list(SampleLookup(order).labels(stop - width, stop))
 
 
-def _are_equal(state: TrainValState, first: int, width: int) -> bool:
+def _have_equal_sizes(state: TrainValState, first: int, width: int) -> bool:
     """Whether all batches from step `first` on have as many samples as the latest, which has `width` over all ranks.
 
     Only the last batch of an epoch may be shorter than the others, and only the last step may have fewer batches.
