@@ -153,6 +153,11 @@ def test_a_requeue_whose_answer_was_lost_has_been_done() -> None:
     assert [command[0] for command in client.asked] == ["scontrol", "squeue"] * 2
 
 
+def test_a_job_that_was_requeued_after_its_time_limit_is_requeued() -> None:
+    slurm, _ = scheduler((0, "TimeLimit  1\n", ""))
+    assert slurm.ended_by(job("7")) == "requeue"
+
+
 def test_a_refusal_after_a_lost_answer_is_final_too() -> None:
     """SLURM kills the job half a minute after its time limit: the next job must be submitted by then."""
     lost = (1, "", "slurm_requeue error: Zero Bytes were transmitted or received")

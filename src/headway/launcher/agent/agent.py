@@ -25,7 +25,7 @@ import psutil
 
 from headway import schedulers
 from headway.checkpoint.format.directory import list_steps
-from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS, handled_signals, ignore_signal
+from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS, handled_signals
 from headway.dist.failure import heartbeat
 from headway.dist.failure.hang import format_ranks
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
@@ -130,14 +130,14 @@ class Agent:
                 return self._run_in(directory)
         finally:
             for number in signals:  # a scheduler may repeat its signal, which would replace the exit code
-                ignore_signal(number)
+                signal.signal(number, lambda received, _: self._signals.append(received))
             _clear_cache()
             self._finish()
-            # after a stop, this process exits, and still ignores what would end it without that code
+            # after a stop, this process exits, and Python then resets handlers of its own before it has ended
             ignored = {signal.SIGTERM, *STOP_REQUESTS} if self._signals else set()
             for number, handler in handlers.items():
-                if number not in ignored or callable(handler):
-                    signal.signal(number, handler)
+                final = signal.SIG_IGN if number in ignored and handler == signal.SIG_DFL else handler
+                signal.signal(number, final)
 
     def _run_in(self, directory: Path) -> int:
         team = self._team or Team(directory, number=0, size=1)

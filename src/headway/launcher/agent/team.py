@@ -232,7 +232,7 @@ class Team:
 
     def leave(self) -> None:
         """Removes the directory if this is the last agent to leave."""
-        self._try_to_write(self.directory / _LEFT.replace("*", f"{self.number:05d}"), {})
+        self._try_to_write(self.directory / f"left-{self.number:05d}.json", {})
         if len(list(self.directory.glob(_LEFT))) == self.size:
             shutil.rmtree(self.directory, ignore_errors=True)  # two may both be the last
 

@@ -195,11 +195,10 @@ class SlurmScheduler(Scheduler):
         words = " ".join(answer.lines).split()
         if not words:
             return None
-        if "TimeLimit" in words:
-            return "time limit"
         # SLURM counts a restart as soon as it decides on it; the state is COMPLETING, as after a cancel
-        restarts = int(words[-1]) if words[-1].isdecimal() else 0
-        return "requeue" if restarts > ids.restarts else "cancel"
+        if words[-1].isdecimal() and int(words[-1]) > ids.restarts:
+            return "requeue"
+        return "time limit" if "TimeLimit" in words else "cancel"
 
     def commands(self, ids: JobIds) -> Mapping[Literal["look", "cancel"], str]:
         return {"look": f"squeue --jobs {ids.number}", "cancel": f"scancel {ids.number}"}
