@@ -12,6 +12,7 @@ from toys import Batches, Classify, make_net, make_pipe
 import headway as hw
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.testing import ranks
+from headway.testing.verify import compare_runs
 
 
 class Ends(Classify):
@@ -73,6 +74,18 @@ def test_a_run_goes_on_without_the_checkpoint_that_it_began_with(tmp_path: Path)
     assert [attempt.get("step_started") for attempt in child.info()["attempts"]] == [4, 5, 8]
     with pytest.raises(UsageError, match="there is no such checkpoint"):
         train(tmp_path, resume=parent.checkpoint_dir(6))  # no run began with that one
+
+
+def test_it_is_compared_with_its_parent_after_the_step_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADWAY_LEDGER", "1")
+    _, parent = train(tmp_path)
+    _, child = train(tmp_path, resume=parent.checkpoint_dir(4))
+    words = "losses, samples and random numbers of all steps after step 4, and the last checkpoint"
+    assert compare_runs(parent, child) == compare_runs(child, parent) == (True, words)
+    _, other = train(tmp_path, resume=parent.checkpoint_dir(6))
+    assert compare_runs(child, other)[0] is False, "they have different steps"
 
 
 @ranks(2, leaks=False)

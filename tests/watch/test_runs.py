@@ -490,7 +490,7 @@ def test_a_long_config_file_is_cut_between_settings_and_says_so(run: Run) -> Non
             "the code of {one} was recorded only in part: git diff took longer than 10 s",
         ),
         (
-            [{"commit": "3f2a91c04bff"}, {"commit": "3f2a91c04bff", "dirty": True}],
+            [{"commit": "3f2a91c04bff"}, {"commit": "3f2a91c04bff", "diff": "code/uncommitted.diff"}],
             "the uncommitted changes of {other} are missing in its directory",
         ),
     ],

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, final
@@ -229,7 +229,8 @@ def compare(golden: LedgerContents, other: LedgerContents, *, same_ranks: bool) 
 def compare_runs(one: Run, other: Run) -> tuple[bool, str]:
     """Compares two runs by their ledgers and last checkpoints; returns whether they are equal, and what was compared.
 
-    Of runs on different numbers of ranks, only the samples are compared.
+    Of runs on different numbers of ranks, only the samples are compared. If one run began with a checkpoint of the
+    other, only the steps after it are.
 
     >>> compare_runs(Run.open("runs/digits-2026.11.15-14.30-x7k2"), Run.open("runs/digits-2026.11.15-15.02-m3p9"))
     (True, 'losses, samples and random numbers of all steps, and the last checkpoint')
@@ -239,12 +240,27 @@ def compare_runs(one: Run, other: Run) -> tuple[bool, str]:
         empty = other if mine.rows else one
         raise UsageError(f"{empty.id} has made no training steps: nothing can be compared")
     same_ranks = {row.world_size for row in mine.rows} == {row.world_size for row in theirs.rows}
+    if begin := max(_begun_at(one, other), _begun_at(other, one)):
+        mine, theirs = (
+            replace(each, rows=[row for row in each.rows if row.step > begin]) for each in (mine, theirs)
+        )
     same, words = compare(mine, theirs, same_ranks=same_ranks)
+    if same and begin:
+        words += f" after step {begin}"
     if not same and _differ_by_seed(mine, theirs):
         words += "\n    only random numbers differ, from the first step on: seed Python, numpy and torch with hw.seed()"
     if not same or not same_ranks or not all(list_steps(run.checkpoints_dir) for run in (one, other)):
         return same, words
     return _compare_ends(one, other, words)
+
+
+def _begun_at(run: Run, parent: Run) -> int:
+    """Returns the step of the checkpoint of `parent` that a run began with; 0 if it did not."""
+    recorded = run.info().get("parent")
+    if not isinstance(recorded, dict) or recorded.get("run") != parent.id:  # another user's may hold anything
+        return 0
+    step = recorded.get("step")
+    return step if isinstance(step, int) else 0
 
 
 def last_checkpoint(run: Run) -> dict[str, str]:

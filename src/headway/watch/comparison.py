@@ -175,6 +175,8 @@ class _Code:
     """empty if there was none"""
     is_dirty: bool
     diff: str
+    lacks_diff: bool
+    """whether the file of the diff is missing"""
     untracked: list[str]
     note: str
     """which of this is incomplete, and why"""
@@ -188,11 +190,6 @@ class _Code:
     def is_whole(self) -> bool:
         """Whether the commit and all uncommitted changes were recorded."""
         return bool(self.commit) and not self.note and not self.lacks_diff
-
-    @property
-    def lacks_diff(self) -> bool:
-        """Whether there were uncommitted changes, and git's diff is not in the run directory."""
-        return self.is_dirty and not self.diff
 
     @property
     def label(self) -> str:
@@ -216,11 +213,12 @@ class _Code:
 def _code(run: Run) -> _Code:
     code = run.info().get("code")
     code = code if isinstance(code, dict) else {}  # another user's may hold anything
-    untracked = code.get("untracked")
+    untracked, diff = code.get("untracked"), read_text(run.path, run.diff_file, _DIFF_BYTES) or ""
     return _Code(
         commit=str(code.get("commit") or ""),
         is_dirty=bool(code.get("dirty")),
-        diff=read_text(run.path, run.diff_file, _DIFF_BYTES) or "",
+        diff=diff,
+        lacks_diff=bool(code.get("diff")) and not diff,
         untracked=list(map(str, untracked)) if isinstance(untracked, list) else [],
         note=str(code.get("note") or ""),
     )
