@@ -523,6 +523,24 @@ sys.exit(code)
     assert subprocess.run([sys.executable, "-c", launch], check=False, timeout=60).returncode == 75
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_the_first_rank_is_forked_is_not_lost(
+    number: int, code: int, supervised: Supervised
+) -> None:
+    """Python ignores exceptions in what it calls after a fork, such as that of logging, and so of signal handlers."""
+    forks: list[int] = []
+
+    def signal_once() -> None:
+        if not forks and os.getpid() == agent:
+            forks.append(1)
+            os.kill(agent, number)
+
+    agent = os.getpid()
+    os.register_at_fork(after_in_parent=signal_once)
+    assert supervised("time.sleep(30)") == code
+    assert forks == [1]
+
+
 def test_a_stop_of_an_earlier_launch_is_not_that_of_this_one(supervised: Supervised, tmp_path: Path) -> None:
     """Ranks name the run before they train. Such ends are counted, and after three the job is not queued again."""
     run = Run.create(tmp_path)

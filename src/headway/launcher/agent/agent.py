@@ -13,8 +13,8 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -111,6 +111,7 @@ class Agent:
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
         self._signals: list[int] = []
+        self._held: list[int] | None = None  # signals that have arrived while a rank is started
         self._terminated = ""  # the time of the first SIGTERM, as failure records write it
         self._leave_at: float | None = None  # when to exit without the ranks, after a second Ctrl-C
         self._repeat: tuple[int, float] | None = None  # a stop request, and when to repeat it
@@ -258,15 +259,16 @@ class Agent:
                 environ |= kernel_caches(placement.first_local_rank + index, self._environ)
             environ[environment.RENDEZVOUS] = str(team.round_dir / "rendezvous.json")
             environ[environment.HEARTBEAT] = str(beats)
-            rank = start_rank(
-                self._command,
-                number=placement.first_rank + index,
-                environ=environ,
-                cwd=self._cwd,
-                cpus=shares[index] if shares else None,
-            )
-            self._running.append(rank)
-            self._pids[rank.number] = rank.process.pid
+            with self._holding_signals():
+                rank = start_rank(
+                    self._command,
+                    number=placement.first_rank + index,
+                    environ=environ,
+                    cwd=self._cwd,
+                    cpus=shares[index] if shares else None,
+                )
+                self._running.append(rank)
+                self._pids[rank.number] = rank.process.pid
         ranks = range(placement.first_rank, placement.first_rank + placement.nproc)
         self._supervise(team, Watchdog(beats, ranks=ranks, world_size=placement.world_size))
         if self._leave_at is not None:
@@ -358,8 +360,25 @@ class Agent:
             print_last(summary(own, self._nproc))
         return own
 
+    @contextmanager
+    def _holding_signals(self) -> Iterator[None]:
+        """Handles signals that arrive in the context at its end, when the new rank is known.
+
+        What a handler raises during a fork is lost: Python ignores exceptions in the functions that it calls after it.
+        """
+        held = self._held = []
+        try:
+            yield
+        finally:
+            self._held = None
+            for number in held:
+                self._forward(number, None)
+
     def _forward(self, number: int, _: FrameType | None) -> None:
         """Forwards a signal to the ranks; a second Ctrl-C kills them."""
+        if self._held is not None:
+            self._held.append(number)
+            return
         kill = number == signal.SIGINT and signal.SIGINT in self._signals
         self._signals.append(number)
         if number == signal.SIGTERM and not self._terminated:
