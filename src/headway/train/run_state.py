@@ -66,9 +66,8 @@ class RunState:
         self.checkpointer: Checkpointer | None = None
         self.outputs_are_reused = False
         """whether the next call of a model overwrites its last output, as with CUDA graphs"""
-        self._hooks_called: dict[
-            tuple[str, int, int], object
-        ] = {}  # keeps the objects, since Python reuses ids
+        self._hooks_called: dict[tuple[str, int, int], object] = {}
+        """hook, subject and owner by their ids, with the objects themselves, since Python reuses ids"""
         self.busy_s = 0.0
         """the seconds that this rank spent on its own work between the last two log points"""
         self._interval_s = 0.0  # all seconds between these log points
