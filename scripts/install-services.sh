@@ -19,6 +19,7 @@ iproute2 ip
 util-linux unshare
 util-linux nsenter
 procps pgrep
+strace strace
 chromium chromium
 END
   compgen -G '/usr/lib*/*/pmix2/lib/libpmix.so' > /dev/null || echo libpmix-dev  # Slurm loads it for srun --mpi=pmix

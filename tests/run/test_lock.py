@@ -37,6 +37,7 @@ TRAINER = """if True:
         time.sleep(60)
 
     directory, host, patience = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    runlock._LOST_S = 1.0
     if host == "no-flock":
         def flock(fd, operation):
             raise OSError(errno.ENOSYS, "Function not implemented")
@@ -237,6 +238,28 @@ def test_an_earlier_start_of_the_same_job_is_replaced_though_it_lives_and_holds_
     assert here.tell("take") == "held None"
     assert there.process.wait(timeout=180) == RunLocked.exit_code, "it ends by itself, without being asked"
     assert here.tell("check") == "mine"
+
+
+def test_an_owner_whose_run_is_removed_ends_by_itself(
+    start: Start, directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    owner = start()
+    owner.tell("take")
+    directory.parent.rename(directory.parent.with_name("away"))
+    assert owner.process.wait(timeout=180) == RunLocked.exit_code
+    assert (
+        "headway: run digits-x7k2 was removed or moved while this process trained" in capfd.readouterr().err
+    )
+
+
+def test_a_run_that_was_away_for_a_moment_is_kept(start: Start, directory: Path) -> None:
+    owner, away = start(), directory.parent.with_name("away")
+    owner.tell("take")
+    directory.parent.rename(away)
+    time.sleep(0.7)  # three heartbeats
+    away.rename(directory.parent)
+    time.sleep(1.5)
+    assert owner.tell("check") == "mine"
 
 
 def test_a_job_that_is_over_is_replaced_though_a_file_server_keeps_its_flock(

@@ -13,9 +13,10 @@ the run takes it only on evidence that this owner is gone. It never compares clo
     a suspended job                                                  locked
     otherwise, if the counter changes within 10 s of our own clock   locked, and if not: taken, with a note
 
-An owner that was replaced exits within seconds. A node that was cut off from its scheduler may still run such an owner,
-which holds its flock. Until it exits, it writes nothing into the run: it calls `Fence.check` before every write, and
-processes that never held the run call `check_free`.
+An owner that was replaced, or whose run was removed, exits within seconds. A node that was cut off from its scheduler
+may still run a replaced owner, which holds its flock. Until it exits, it writes nothing into the run: it calls
+`Fence.check` before every write, or `Fence.check_successor` before rows, and processes that never held the run call
+`check_free`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ from headway.system.locks import FileLock, ProcessIdentity, is_unsupported
 HEARTBEAT_S = 1.0
 """how often the owner increments its counter"""
 _SILENCE_S = 10.0  # without a heartbeat until an owner counts as gone: one that holds the GIL misses a few
-_REPLACED_S = 5.0  # for the main thread of a replaced owner to notice and report it, before this thread exits
+_LOST_S = (
+    5.0  # for the main thread of an owner that lost its run to notice and report it, before this thread exits
+)
 
 
 @final
@@ -105,6 +108,19 @@ class Fence:
         if newest > self.number:
             raise RunLocked(_taken_over(directory, _read_owner(directory, newest)))
 
+    def check_successor(self) -> None:
+        """Checks the same in one system call, for what every rank writes at every log point.
+
+        Owners are numbered consecutively. A network file system may show the next one later than `check` does, and a
+        run that was removed has none.
+        """
+        directory = Path(self.directory)
+        try:
+            os.lstat(_owner_file(directory, self.number + 1))
+        except FileNotFoundError:
+            return
+        raise RunLocked(_taken_over(directory, _read_owner(directory, self.number + 1)))
+
 
 @final
 class RunLock:
@@ -157,19 +173,29 @@ class RunLock:
             # a file system that fails for a while must not end the heartbeat; training reports it
             with suppress(OSError):
                 self._write(beat=self._owner.beat + 1)
-                self._exit_if_replaced()
+            with suppress(OSError):
+                self._exit_if_lost()
 
-    def _exit_if_replaced(self) -> None:
-        """Exits if another process took the run and the main thread, perhaps stuck in a collective, did not notice."""
-        newest = _newest(self._directory)
-        if newest <= self._number:
+    def _exit_if_lost(self) -> None:
+        """Exits if this process lost the run and its main thread, perhaps stuck in a collective, did not notice."""
+        if self._why_lost() is None or self._stop.wait(_LOST_S):
             return
+        if why := self._why_lost():  # a mount may have been away
+            os.write(2, f"headway: {why}\n".encode())
+            os._exit(RunLocked.exit_code)
+
+    def _why_lost(self) -> str | None:
+        """Returns why this process must stop; None as long as it holds the run."""
+        try:
+            newest = _newest(self._directory)
+        except FileNotFoundError:
+            name = self._directory.parent.name
+            return f"run {name} was removed or moved while this process trained in it; this process must stop"
+        if newest <= self._number:
+            return None
         taker = _read_owner(self._directory, newest)
         ourselves = taker and (taker.machine, taker.pid) == (self._owner.machine, self._owner.pid)
-        if ourselves or self._stop.wait(_REPLACED_S):
-            return
-        os.write(2, f"headway: {_taken_over(self._directory, taker)}\n".encode())
-        os._exit(RunLocked.exit_code)
+        return None if ourselves else _taken_over(self._directory, taker)
 
     def _write(self, **changes: Any) -> None:
         self._owner = dataclasses.replace(self._owner, **changes)

@@ -83,8 +83,8 @@ class JsonLinesWriter:
 
     NaN and infinities, which JSON does not have, are written as the strings "nan", "inf" and "-inf". `content` names
     the rows in the one warning about lost ones. `default` converts values that JSON cannot represent. `before_write` is
-    called before rows are appended, and raises `RunLocked` if this process must no longer write; if it raises a
-    `StorageError` for anything but a missing directory, the rows are lost.
+    called before rows are appended, and raises `RunLocked` if this process must no longer write; if it raises another
+    `StorageError`, the rows are lost.
 
     >>> with JsonLinesWriter(Path("metrics.jsonl"), content="metric rows") as rows:  # doctest: +SKIP
     ...     rows.write({"step": 50, "metrics": {"train/loss": 0.7}})
@@ -116,8 +116,8 @@ class JsonLinesWriter:
             self._before_write()
             lost, self.error = self._file.append(lines) if lines else (0, "")
         except StorageError as error:  # whether this process may write is unknown
-            if isinstance(error, RunLocked) or isinstance(error.__cause__, FileNotFoundError):
-                raise  # somebody else has the run, or it was removed
+            if isinstance(error, RunLocked):
+                raise
             lost, self.error = lines.count(b"\n"), str(error)
         if lost and not self.lost:
             logger.warning("%s are being lost: %s: %s", self._content, self._file.path, self.error)
