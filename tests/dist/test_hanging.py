@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import waiting
 import warm
 
 from headway.dist.control.hang_watch import status_message
@@ -30,6 +32,7 @@ from headway.dist.roster import RankInfo
 from headway.launcher.agent import watchdog as watchdogs
 from headway.launcher.agent.watchdog import Watchdog
 from headway.run.status import describe_failure
+from headway.system.running_clock import RunningClock
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "hang.py")
 BIN = Path(sys.executable).parent
@@ -219,7 +222,7 @@ def test_the_pulse_is_seen_from_outside(heart: Heartbeat, tmp_path: Path) -> Non
     assert beat is not None and beat.ended_epoch == 4
     heart.set_ended_epoch(None)
     assert (beat.pid, beat.phase, beat.step, beat.run) == (os.getpid(), "validation", 12, "/runs/größe")
-    assert beat.limit == 300 and 0 <= beat.age < 60
+    assert beat.limit == 300 and 0 <= time.monotonic() - beat.moved < 60
     for step in range(13, 20):  # until the pace is known, and quicker from then on
         heart.move("validation", step)
         time.sleep(0.001)
@@ -244,7 +247,7 @@ def test_the_agent_reports_only_if_nobody_moves(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(watchdogs, "_STANDSTILL_S", math.inf)  # the clock jumps, and nobody was suspended
+    monkeypatch.setattr(watchdogs, "_LONGEST_S", math.inf)  # the clock jumps, and nobody was suspended
     other = Heartbeat()
     watchdog = Watchdog(tmp_path, ranks=[0, 1], world_size=2)
     assert watchdog.tick() is None, "nobody is there yet"
@@ -282,8 +285,27 @@ def test_a_suspended_job_has_its_time_again(
     now[0] += 1000
     looks = 0
     while watchdog.tick() is None:
-        now[0], looks = now[0] + 4, looks + 1
-    assert looks == 38, "152 s after it went on: one and a half times what it may take"
+        now[0], looks = now[0] + 1, looks + 1
+    assert looks == 148, (
+        "two of the thousand seconds count, and then what it has run: one and a half times its limit"
+    )
+
+
+def test_a_clock_leaves_out_the_time_in_which_nothing_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = RunningClock(longest_s=2.0)
+    now[0] += 50
+    assert clock.since(1000.0) == 50, "nothing ticks yet"
+    clock.tick()
+    for gap in (1, 100, 1, 3600):
+        now[0] += gap
+        before = clock.since(1000.0)
+        clock.tick()
+        assert clock.since(1000.0) == before, "the same before the first tick after a gap and after it"
+    assert clock.since(1000.0) == 50 + 1 + 2 + 1 + 2
+    assert clock.since(1110.0) == 1 + 2, "within a gap"
+    assert clock.since(now[0]) == 0
 
 
 # --- real ranks
@@ -349,6 +371,52 @@ def test_the_rank_that_holds_up_the_others_is_named(
         assert "in trouble" in report, "where the culprit is"
 
 
+@pytest.mark.parametrize("with_agent", [True, False] if FULL else [True])
+def test_a_suspended_job_goes_on(with_agent: bool, tmp_path: Path) -> None:
+    """As by `scontrol suspend`, which stops the agent, too, or by a person, who stops the ranks."""
+    period_s = 3.0
+    environ = os.environ | {
+        "HANG": "",
+        "HANG_RANK": "1",
+        "HANG_STEPS": "1000",
+        "HANG_MARK": str(tmp_path / "mark"),
+        "HANG_RUNS": str(tmp_path / "runs"),
+        "HEADWAY_WATCHDOG": str(period_s),
+    }
+    with (tmp_path / "screen").open("w") as screen:
+        process = warm.Popen([*RUN, SCRIPT], env=environ, stderr=screen, start_new_session=True)
+    agent = psutil.Process(process.pid)
+    try:
+        waiting.wait_until((tmp_path / "mark").exists, "step 10")
+        stopped = [*agent.children(), *([agent] if with_agent else [])]
+        for each in stopped:
+            each.suspend()
+        time.sleep(3 * period_s)
+        for each in reversed(stopped):
+            each.resume()
+        assert process.wait(60) == 0, (tmp_path / "screen").read_text()
+    finally:
+        for each in agent.children() if process.poll() is None else ():
+            each.kill()
+    assert "most recent call first" not in (tmp_path / "screen").read_text(), "nobody took it for a hang"
+
+
+def test_a_child_that_a_step_forks_can_exit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "import headway as hw\n"
+        "hw.init(device='cpu')\n"
+        "hw.dist.set_phase('train', 1)\n"
+        "hw.dist.set_phase('train', 2)\n"
+        "if not os.fork():\n"
+        "    sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 7\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_heartbeat_that_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
     """The agent reads it at any moment: a step that reads as 0, of the time 0, would be a hang of many days."""
     beating = Heartbeat()
@@ -367,4 +435,6 @@ def test_a_heartbeat_that_is_read_while_it_is_written_is_whole(tmp_path: Path) -
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
     beating.stop()
-    assert [each for each in readings if each is None or each.step != 10 or each.age > 900] == []
+    assert [
+        each for each in readings if each is None or each.step != 10 or time.monotonic() - each.moved > 900
+    ] == []

@@ -153,7 +153,7 @@ class Prologues:
 def prologues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prologues]:
     clock = Clock()
     monkeypatch.setattr("headway.launcher.step.time", clock)
-    monkeypatch.setattr("headway.launcher.agent.standstill.time", clock)
+    monkeypatch.setattr("headway.system.running_clock.time", clock)
     monkeypatch.setattr("headway.launcher.step._SRUN_S", math.inf)  # srun's end does take time
     found = Prologues(tmp_path / "runs" / "launch" / "7-0", clock)
     yield found

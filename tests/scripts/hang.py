@@ -28,7 +28,7 @@ def trouble(how: str) -> None:
 def main() -> None:
     world = hw.init(device="cpu")
     hw.dist.open_run(os.environ["HANG_RUNS"], name="hang")
-    for step in range(1, 100):
+    for step in range(1, int(os.environ.get("HANG_STEPS", "100"))):
         hw.dist.set_phase("train", step)
         if step == 10 and world.rank == int(os.environ["HANG_RANK"]):
             trouble(os.environ["HANG"])

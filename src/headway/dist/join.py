@@ -11,6 +11,7 @@ import os
 import resource
 import secrets
 import socket
+import time
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
@@ -59,9 +60,11 @@ from headway.dist.signed_store import SignedStore
 from headway.dist.topology import machine
 from headway.dist.topology.nccl import nccl_settings, read_conf
 from headway.errors import RankFailure, UsageError
+from headway.system import running_clock
 from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, directory, watchdog_s
 from headway.system.limits import raise_open_files
 from headway.system.log import install_handler, logger
+from headway.system.running_clock import RUNNING_CLOCK
 from headway.system.text import shorten_list
 
 _STEP_TIMEOUT_S = 1800.0
@@ -69,6 +72,8 @@ _OTHER_FILES = 128
 """open files of a rank besides its connections: libraries, logs, pipes"""
 _LEAVE_TIMEOUT_S = 2.0
 """how long a rank that leaves waits for the others to leave, too"""
+_LOOK_S = 0.5
+"""how often rank 0 looks how long it has waited"""
 _OVERDUE_S = 2.0
 """how much longer rank 0 waits for a rank that ends itself because its own exit takes too long"""
 
@@ -102,6 +107,8 @@ def init(
     period_s = watchdog_s(step_timeout)
     group = RankGroup(detect())
     set_current(group)
+    if period_s:
+        running_clock.start()
     HEARTBEAT.watch(period_s, rank=group.launch.rank, directory=directory(HEARTBEAT_VARIABLE))
     try:
         placement = _rendezvous(group, setup_timeout)
@@ -391,9 +398,11 @@ def _others_are_late(group: RankGroup, limit_s: float) -> bool:
 def _wait_for_others(group: RankGroup, limit_s: float) -> None:
     """Waits on rank 0 until all others have left. After `limit_s`, the hub names those that have not and ends all."""
     assert group.hub is not None and group.peer is not None
-    if not group.hub.all_left.wait(limit_s + _OVERDUE_S if limit_s else None):
-        group.peer.report_overdue(limit_s, "rank 0 has left")
-        group.hub.all_left.wait()
+    began = time.monotonic()
+    while not group.hub.all_left.wait(_LOOK_S):
+        if limit_s and RUNNING_CLOCK.since(began) > limit_s + _OVERDUE_S:
+            group.peer.report_overdue(limit_s, "rank 0 has left")
+            group.hub.all_left.wait()
 
 
 def leave() -> None:

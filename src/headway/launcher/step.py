@@ -17,9 +17,9 @@ from typing import final
 
 from headway.errors import TERMINATED, Stopped
 from headway.launcher.agent.launch_records import LaunchRecords, Outcome
-from headway.launcher.agent.standstill import Standstill
 from headway.launcher.agent.step_outcome import StepEnd
 from headway.launcher.agent.team_watch import SILENT_S
+from headway.system.running_clock import RunningClock
 
 _POLL_S = 0.1
 _READ_S = 1.0
@@ -84,15 +84,16 @@ class Step:
         Ends the step if a node is silent, and so lost, or if it outlives its processes: srun waits forever for both.
         """
         last_change: dict[int, tuple[object, float]] = {}  # the last record of each node, and when it came
-        standstill, next_look = Standstill(longest_s=self._silent_s / 2), 0.0
+        clock, next_look = RunningClock(longest_s=self._silent_s / 10), 0.0
         while (status := self._poll()) is None and not until():
             if (now := time.monotonic()) >= next_look:
-                next_look = now + min(_READ_S, self._silent_s / 4)
-                found, resumed = self._records.preparations(), standstill.ended()
+                next_look = now + min(_READ_S, self._silent_s / 20)
+                clock.tick()
+                found = self._records.preparations()
                 for number in range(self._records.size):
                     if number not in last_change or last_change[number][0] != found.get(number):
                         last_change[number] = (found.get(number), now)
-                silence_s = {number: now - max(at, resumed) for number, (_, at) in last_change.items()}
+                silence_s = {number: clock.since(at) for number, (_, at) in last_change.items()}
                 busy = [number for number in last_change if "exit_code" not in found.get(number, {})]
                 limit_s = {n: self._silent_s if n in found else _FIRST_S for n in busy}
                 lost = tuple(number for number in busy if silence_s[number] > limit_s[number])

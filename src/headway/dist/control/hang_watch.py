@@ -31,6 +31,7 @@ from headway.dist.failure.record import FailureRecord
 from headway.dist.roster import RankInfo
 from headway.system import files
 from headway.system.environment import HEARTBEAT as HEARTBEAT_VARIABLE, directory
+from headway.system.running_clock import RUNNING_CLOCK
 
 Present = Callable[[], Sequence[RankInfo]]
 _CHECKS_PER_PERIOD = 8
@@ -81,7 +82,7 @@ class _StatusReply:
 
     @property
     def age(self) -> float:
-        return float(self.message["age"]) + time.monotonic() - self.arrived
+        return float(self.message["age"]) + RUNNING_CLOCK.since(self.arrived)
 
     @property
     def is_over_limit(self) -> bool:
@@ -142,32 +143,33 @@ class HangWatch:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        if self._stacks_since is None and now - self._asked >= check_interval_s(self.heartbeat):
+        if self._stacks_since is None and RUNNING_CLOCK.since(self._asked) >= check_interval_s(
+            self.heartbeat
+        ):
             stacks = self.heartbeat.age >= limit
             self._asked, self._stacks_since, self._fresh = now, now if stacks else None, set()
             self.request_status(stacks)
         if self._stacks_since is None:
             return None
-        is_late = now - self._stacks_since >= min(_STACKS_TIMEOUT_S, self.heartbeat.limit / 4)
+        is_late = RUNNING_CLOCK.since(self._stacks_since) >= min(_STACKS_TIMEOUT_S, self.heartbeat.limit / 4)
         return (
             self._conclude(present(), world_size, is_late) if is_late or len(self._fresh) >= count else None
         )
 
     def _conclude(self, present: Sequence[RankInfo], world_size: int, is_late: bool) -> FailureRecord | None:
         assert self._since is not None
-        now = time.monotonic()
         silent = [info.rank for info in present if info.rank not in self._fresh]
         if silent and not is_late:
             return None
         self._stacks_since = None
         makes_progress = any(not self._replies[rank].is_over_limit for rank in self._fresh)
-        if makes_progress or now - self._since < self.heartbeat.limit / 2:
+        if makes_progress or RUNNING_CLOCK.since(self._since) < self.heartbeat.limit / 2:
             return None  # a rank works, or none had the time to reply: ask again
         return hang.make_record([self._status(info, silent) for info in present], world_size)
 
     def _check_remaining(self, present: Present, count: int, world_size: int) -> FailureRecord | None:
         assert self._overdue is not None and self._stacks_since is not None
-        if len(self._fresh) < count and time.monotonic() - self._stacks_since < _STACKS_TIMEOUT_S:
+        if len(self._fresh) < count and RUNNING_CLOCK.since(self._stacks_since) < _STACKS_TIMEOUT_S:
             return None
         remaining = present()
         silent = [info.rank for info in remaining if info.rank not in self._fresh]
@@ -216,6 +218,6 @@ def _silent_status(info: RankInfo, *, same_host: bool, age: float) -> RankStatus
         phase=reading.phase if reading else None,
         step=reading.step if reading else None,
         ended_epoch=reading.ended_epoch if reading else None,
-        age=reading.age if reading else age,
+        age=RUNNING_CLOCK.since(reading.moved) if reading else age,
         condition="silent" if condition == "answers" else condition,
     )

@@ -21,6 +21,7 @@ from headway.dist.rendezvous import Rendezvous
 from headway.dist.roster import RankInfo
 from headway.errors import RankFailure, UsageError
 from headway.system.retries import stop_requested
+from headway.system.running_clock import RUNNING_CLOCK
 
 _SILENT_FACTOR = 1.75
 """after this many times its limit, a rank reports a hub that does not reply; the agent reports after 1.5 times"""
@@ -154,7 +155,7 @@ class Peer:
                     self._channel.feed(chunk)
                 elif (
                     heartbeat.age >= _SILENT_FACTOR * heartbeat.limit
-                    and time.monotonic() - last_message >= heartbeat.limit / 2
+                    and RUNNING_CLOCK.since(last_message) >= heartbeat.limit / 2
                 ):
                     on_hub_silent()
                 elif heartbeat.age >= heartbeat.limit:

@@ -2,8 +2,8 @@
 
 The training loop calls `move` at every step, so it must cost next to nothing: it reads a clock and stores some bytes.
 The bytes are in memory shared with the node agent (a mapped file in the directory that HEADWAY_HEARTBEAT names), which
-can read them even if the rank is stopped. From time to time the rank sets a timer of faulthandler, which writes the
-stacks of all threads to stderr if neither the hub nor the agent has detected the hang before.
+can read them even if the rank is stopped. Without an agent, the rank sets a timer of faulthandler from time to time,
+which writes the stacks of all threads to stderr if the hub has not detected the hang before.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import final
 
 from headway.system import files
+from headway.system.running_clock import RUNNING_CLOCK
 
 WARM_UP_MOVES = 3  # until the pace of a phase is known
 UNKNOWN_PACE_S = 300.0  # how long a step may take in a phase whose pace is not known: it may be compiling
+_ALARM_FACTOR = 2.25  # late, so that the hub, which determines which rank holds up the others, reports first
 SLACK = 10.0  # a step may take this many times its usual time, if that is more than the period
 
 _FILE_BYTES = 4096
@@ -54,11 +56,6 @@ class HeartbeatReading:
     ended_epoch: int | None = None
     """see `Heartbeat.ended_epoch`"""
 
-    @property
-    def age(self) -> float:
-        """Seconds since the rank last made progress."""
-        return time.monotonic() - self.moved
-
 
 @final
 class Heartbeat:
@@ -85,12 +82,11 @@ class Heartbeat:
         self._unchecked = 0  # nested blocks of `no_hang_check`
         self._memory: mmap.mmap | None = None
         self._stack = -1
-        self._alarm_limit = math.inf
 
     @property
     def age(self) -> float:
-        """Seconds since the rank last made progress."""
-        return time.monotonic() - self.moved
+        """Seconds for which this rank has run since it last made progress."""
+        return RUNNING_CLOCK.since(self.moved)
 
     def watch(self, period: float, *, rank: int = 0, directory: Path | None = None) -> None:
         """Sets how many seconds this rank may go without progress; 0 switches the check off.
@@ -132,7 +128,8 @@ class Heartbeat:
         """Measures the pace of the phase so far, and sets the limit of what comes next."""
         if self.step is not None:
             seen, usual = self._paces.get(self.phase, (0, 0.0))
-            took, old = (now - self._since) / self._moves, 0.9**self._moves if seen >= WARM_UP_MOVES else 0.0
+            took = RUNNING_CLOCK.since(self._since) / self._moves
+            old = 0.9**self._moves if seen >= WARM_UP_MOVES else 0.0
             self._paces[self.phase] = seen + self._moves, old * usual + (1 - old) * took
         self.phase, self.step, self.moved = phase, step, now
         self._begin(now)
@@ -178,12 +175,39 @@ class Heartbeat:
             fixed = _FIXED.pack(_VERSION, os.getpid(), there, self.step or 0, self.moved, limit)
             self._memory[: _FIXED.size] = fixed
             _put(self._memory, _PHASE, self.phase)
-        if limit != math.inf:
-            # late, so that the hub or the agent, which can determine which rank holds up the others, reports first
-            faulthandler.dump_traceback_later(2.25 * limit, file=2)
-        elif self._alarm_limit != math.inf:
+        if self._memory is None:  # an agent would report a hang
+            _ALARM.set(_ALARM_FACTOR * limit)
+
+
+@final
+class _Alarm:
+    """The timer of faulthandler, which writes the stacks of all threads to stderr even if no thread of Python runs.
+
+    Its thread does not exist in a forked child, which would wait for it at its exit: so it does not run during a fork.
+    """
+
+    def __init__(self) -> None:
+        self._due = math.inf
+        os.register_at_fork(before=self._cancel, after_in_parent=self._start, after_in_child=self._forget)
+
+    def set(self, seconds: float) -> None:
+        self._cancel()
+        self._due = time.monotonic() + seconds
+        self._start()
+
+    def _start(self) -> None:
+        if self._due != math.inf:
+            faulthandler.dump_traceback_later(max(0.001, self._due - time.monotonic()), file=2)
+
+    def _cancel(self) -> None:
+        if self._due != math.inf:
             faulthandler.cancel_dump_traceback_later()
-        self._alarm_limit = limit
+
+    def _forget(self) -> None:
+        self._due = math.inf
+
+
+_ALARM = _Alarm()
 
 
 def read(directory: Path, rank: int) -> HeartbeatReading | None:

@@ -18,7 +18,7 @@ from typing import final
 from headway.dist.control.channel import Channel, UntrustedPeer, connect
 from headway.dist.control.unauthenticated import UnauthenticatedConnections
 from headway.dist.rendezvous import HubAddress, listen_on
-from headway.launcher.agent.standstill import Standstill
+from headway.system.running_clock import RunningClock
 
 BEAT_S = 5.0
 """seconds between two messages of an agent"""
@@ -43,7 +43,7 @@ class TeamWatch:
         self._beat_s, self._silent_s = beat_s, silent_s
         self._last_message: dict[int, float] = {}  # agent -> when its last message arrived
         self._unauthenticated = UnauthenticatedConnections(expected=size)
-        self._standstill = Standstill(longest_s=silent_s / 2)
+        self._clock = RunningClock(longest_s=silent_s / 10)
         self._ended = threading.Event()
         self._listener: socket.socket | None = None
         self.address: HubAddress | None = None
@@ -61,9 +61,9 @@ class TeamWatch:
 
     def silent(self) -> list[int]:
         """Returns the agents whose messages have stopped; they may have ended without a failure."""
-        resumed, now = self._standstill.ended(), time.monotonic()
+        self._clock.tick()
         last = list(self._last_message.items())
-        return sorted(number for number, at in last if now - max(at, resumed) > self._silent_s)
+        return sorted(number for number, at in last if self._clock.since(at) > self._silent_s)
 
     def forget(self, number: int) -> None:
         """Stops watching an agent whose ranks have ended, until its next message."""

@@ -20,16 +20,16 @@ from headway.dist.failure import hang, heartbeat
 from headway.dist.failure.hang import RankStatus
 from headway.dist.failure.heartbeat import HeartbeatReading
 from headway.dist.failure.record import FailureRecord
-from headway.launcher.agent.standstill import Standstill
 from headway.run import Run
+from headway.system.running_clock import RunningClock
 
 _POLL_S = 0.25
 _STACKS_S = 1.0
 """how long ranks have to write their stacks"""
 _LIMIT_FACTOR = 1.5
 """the age of each rank's heartbeat must exceed its limit by this factor, so that rank 0 reports first"""
-_STANDSTILL_S = 5.0
-"""an agent that did not run for this long was suspended, and its ranks with it"""
+_LONGEST_S = 2.0
+"""an agent that did not look for longer was stopped, and its ranks with it"""
 
 
 @final
@@ -43,7 +43,7 @@ class Watchdog:
     def __init__(self, directory: Path, *, ranks: Collection[int], world_size: int) -> None:
         self._directory, self._ranks, self._world_size = directory, sorted(ranks), world_size
         self._looked = 0.0
-        self._standstill = Standstill(longest_s=_STANDSTILL_S)
+        self._clock = RunningClock(longest_s=_LONGEST_S)
 
     def tick(self) -> FailureRecord | None:
         """Checks the heartbeats, if a check is due; if all ranks are stalled, collects their stacks into a record."""
@@ -52,17 +52,24 @@ class Watchdog:
             return None
         self._looked = now
         beats = self.beats()
-        running_s = now - self._standstill.ended()
-        if not all(
-            beat is not None and min(beat.age, running_s) >= _LIMIT_FACTOR * beat.limit
-            for beat in beats.values()
+        stalled = {rank: beat for rank, beat in beats.items() if beat is not None}
+        if len(stalled) == len(beats) and all(
+            hang.condition(beat.pid) == "stopped" for beat in stalled.values()
+        ):
+            return None  # somebody has suspended all of them: the clock stands still until they go on
+        self._clock.tick()
+        ages = {rank: self._clock.since(beat.moved) for rank, beat in stalled.items()}
+        if len(stalled) < len(beats) or any(
+            ages[rank] < _LIMIT_FACTOR * beat.limit for rank, beat in stalled.items()
         ):
             return None
-        stalled = {rank: beat for rank, beat in beats.items() if beat is not None}
         conditions = {rank: hang.condition(beat.pid) for rank, beat in stalled.items()}
         stacks = self._stacks({r: b for r, b in stalled.items() if conditions[r] != "stopped"})
         record = hang.make_record(
-            [_status(rank, beat, conditions[rank], stacks.get(rank, "")) for rank, beat in stalled.items()],
+            [
+                _status(rank, beat, ages[rank], conditions[rank], stacks.get(rank, ""))
+                for rank, beat in stalled.items()
+            ],
             self._world_size,
         )
         return with_run(record, stalled.values())
@@ -91,7 +98,9 @@ def with_run(record: FailureRecord, beats: Iterable[HeartbeatReading | None]) ->
     return record | {"failure_file": str(Run.open(beat.run).failure_file), "owner": beat.owner}
 
 
-def _status(rank: int, beat: HeartbeatReading, condition: hang.Condition, stack: str) -> RankStatus:
+def _status(
+    rank: int, beat: HeartbeatReading, age: float, condition: hang.Condition, stack: str
+) -> RankStatus:
     return RankStatus(
         rank=rank,
         host=socket.gethostname(),
@@ -99,7 +108,7 @@ def _status(rank: int, beat: HeartbeatReading, condition: hang.Condition, stack:
         phase=beat.phase,
         step=beat.step,
         ended_epoch=beat.ended_epoch,
-        age=beat.age,
+        age=age,
         condition=condition,
         stack=stack,
     )
