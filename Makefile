@@ -1,5 +1,5 @@
 # headway: two commands suffice on a fresh machine, `make demo` and `make test`.
-.PHONY: install services demo test tests check bench faults docs package notes clean help
+.PHONY: install services demo test tests check shape bench faults docs package notes clean help
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
@@ -33,6 +33,9 @@ check: install  ## style, types, and who may import whom
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+shape: install  ## what one must open to follow one thing: cycles, coupling, walks, lines
+	@$(BIN)/python scripts/shape
 
 bench: install  ## measurements beside peers, printed as ratios
 	for each in startup failing control_hub loop data checkpoint plan; do $(BIN)/python benchmarks/$$each.py; done
