@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,22 +16,28 @@ from headway.dist.group import current, is_initialized, world
 from headway.errors import HeadwayError
 from headway.run import Run
 from headway.run.choice import NEW, Choice, choose
+from headway.run.passed_over import is_at_prompt
 from headway.system.log import logger
 
 
 def open_run(
-    root: str | Path = "runs", *, name: str = "run", config: object = None, resume: str | Path = "never"
+    root: str | Path = "runs",
+    *,
+    name: str = "run",
+    config: object = None,
+    free: Collection[str] = (),
+    resume: str | Path = "never",
 ) -> Run:
     """Makes a run directory on rank 0 and opens it on all ranks. Failures are recorded there from now on.
 
     With `resume="auto"` it is the newest unfinished run of this name and with this config, if there is one; with
-    "must" there has to be one; a path is the run directory to resume. The caller loads its checkpoints. A run that is
-    done counts as unfinished until the script that trained it has ended without an error. If HEADWAY_RUN names a run
-    directory, as it does in a job of `headway submit`, that one is opened.
+    "must" there has to be one; a path is the run directory to resume. Settings that `free` names may differ. The caller
+    loads its checkpoints. A run that is done counts as unfinished until the script that trained it has ended without an
+    error. If HEADWAY_RUN names a run directory, as it does in a job of `headway submit`, that one is opened.
 
     >>> run = headway.dist.open_run("runs", name="digits", config={"lr": 3e-4}, resume="auto")
     """
-    choice = choose_run(root, name=name, config=config, resume=resume)
+    choice = choose_run(root, name=name, config=config, free=free, resume=resume)
     if resume != "never":
         current().reopened_runs.add(choice.run.path)
     if choice.why != NEW and world().is_root:
@@ -40,7 +45,9 @@ def open_run(
     return choice.run
 
 
-def choose_run(root: str | Path, *, name: str, config: object, resume: str | Path) -> Choice:
+def choose_run(
+    root: str | Path, *, name: str, config: object, resume: str | Path, free: Collection[str] = ()
+) -> Choice:
     """Chooses the run on rank 0, as `open_run` does, and also returns why: see `headway.run.choice`."""
 
     def choose_on_root() -> dict[str, Any]:
@@ -52,7 +59,7 @@ def choose_run(root: str | Path, *, name: str, config: object, resume: str | Pat
             "device": here.device.type,
         }
         opened = current().opened_runs
-        choice = choose(root, name=name, config=config, world=facts, resume=resume, opened=opened)
+        choice = choose(root, name=name, config=config, world=facts, resume=resume, free=free, opened=opened)
         run = {"path": str(choice.run.path), "id": choice.run.id, "name": choice.run.name}
         parent = None if choice.parent is None else str(choice.parent)
         return {"run": run, "why": choice.why, "finished": choice.finished, "parent": parent}
@@ -72,7 +79,7 @@ def note_script(run: Run, attempt: int | None = None) -> None:
     If the script is killed in between, while it tests or exports its model, the same command opens this run again
     instead of training another one. `attempt` is the one that finishes the run; None if an earlier one has.
     """
-    if hasattr(sys, "ps1"):  # a notebook or a prompt: no command repeats it
+    if is_at_prompt():  # no command repeats it
         return
     if not is_initialized():  # the script has already left the ranks, so its end could not be recorded
         return

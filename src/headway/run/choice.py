@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +14,14 @@ from typing import final
 
 from headway import schedulers
 from headway.errors import RunLocked, StorageError, UnreadableRun, UsageError
-from headway.run import Run, config_text, has_info, runs_under
+from headway.run import Run, has_info, runs_under
 from headway.run.info import newest_step
 from headway.run.lock import newest_owner
+from headway.run.passed_over import MAX_NAMED, PassedOver, describe, examine, failed_at_prompt
 from headway.run.paths import RunPaths, step_of
 from headway.run.plain import is_yaml
 from headway.run.rebuild import named_run
+from headway.run.settings import RunSettings
 from headway.schedulers.base import JobIds
 from headway.system import environment, files, ownership
 from headway.system.log import logger
@@ -48,6 +50,7 @@ def choose(
     config: object,
     world: object,
     resume: str | Path,
+    free: Collection[str] = (),
     opened: Collection[Path] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Choice:
@@ -56,9 +59,10 @@ def choose(
     If `resume` is a checkpoint of a run, a new run starts from it and records it as its parent; the same call resumes
     the new run while it is unfinished.
 
-    `opened` are the runs that this process has trained in: the run of a job is for its first pipeline only.
+    Settings that `free` names do not identify a run. `opened` are the runs that this process has trained in: the run of
+    a job is for its first pipeline only.
     """
-    parent = _find_parent(resume)
+    parent, settings = _find_parent(resume), RunSettings.of(config, free)
     given = environ.get(environment.RUN)
     if given is not None and Path(given).absolute() not in opened:
         run = Run.open(given)
@@ -79,14 +83,14 @@ def choose(
         run = _open(resume)
         return Choice(run=run, why="as requested", finished=_finished(run))
     _check_root(Path(root))
-    found = None if resume == "never" else _find(root, name, config_text(config), environ, opened, parent)
-    if found is not None:
-        return replace(found, parent=parent)
-    if resume == "must":
-        raise UsageError(
-            f'resume="must", but {root} has no unfinished run {name!r} with these settings: start one with '
-            'resume="auto", or give the directory of the run'
-        )
+    if resume != "never":
+        found, passed_over = _find(Path(root), name, settings, environ, opened, parent)
+        if found is not None:
+            return replace(found, parent=parent)
+        if resume == "must":
+            raise _nothing_to_resume(root, name, passed_over)
+        if passed_over:
+            logger.info(describe(passed_over))
     if parent is not None:
         _check_exists(parent)
     run = Run.create(root, name=name, config=config, world=world)
@@ -94,6 +98,14 @@ def choose(
         return Choice(run=run, why=NEW)
     run.set_parent(parent)
     return Choice(run=run, why=f"a new run, from {parent}", parent=parent)
+
+
+def _nothing_to_resume(root: str | Path, name: str, passed_over: Sequence[PassedOver]) -> UsageError:
+    reasons = f" ({'; '.join(each.reason for each in passed_over[:MAX_NAMED])})" if passed_over else ""
+    return UsageError(
+        f'resume="must", but {root} has no unfinished run {name!r} with these settings{reasons}: start one with '
+        'resume="auto", or give the directory of the run'
+    )
 
 
 def _open(path: str | Path) -> Run:
@@ -196,53 +208,56 @@ def _warn_of_damage(beginning: str, problem: str) -> None:
 
 
 def _find(
-    root: str | Path,
+    root: Path,
     name: str,
-    config: str,
+    settings: RunSettings,
     environ: Mapping[str, str],
     opened: Collection[Path],
     parent: Path | None,
-) -> Choice | None:
-    """Returns the newest run with this name, these settings and this parent to resume; None if there is none.
+) -> tuple[Choice | None, list[PassedOver]]:
+    """Returns the newest run with this name, these settings and this parent to resume, or why each is not resumed.
 
     It was begun by this job, is unfinished, or is finished but its script was killed before its end.
     """
-    uids = {os.geteuid(), ownership.uid_in(Path(root))}
-    named = runs_under(root, name=name, warn=partial(_warn_of_damage, str(Path(root) / f"{name}-")))
-    alike = [
-        run
-        for run in named
-        if _is_own(run.path, uids) and run.parent_checkpoint() == parent and run.has_config(config)
-    ]
-    job = schedulers.detect(environ)
-    for run in alike:
-        # begun by an earlier start of this job: the same start may train in several runs
-        begun = (JobIds.from_dict(attempt) for attempt in run.info()["attempts"])
-        if job and any(schedulers.is_earlier_start(ids, job) for ids in begun):
-            _check_own(run)
-            return Choice(run=run, why=f"begun by {schedulers.describe(job)}", finished=_finished(run))
+    uids = {os.geteuid(), ownership.uid_in(root)}
+    named = runs_under(root, name=name, warn=partial(_warn_of_damage, str(root / f"{name}-")))
+    own = [run for run in named if _is_own(run.path, uids)]
+    alike = [run for run in own if run.parent_checkpoint() == parent and run.has_config(settings)]
+    if found := _find_of_job(alike, environ):
+        return found, []
     doubtful = None
     for run in alike:
         if _finished(run) and run.path not in opened:
             cut = script_was_cut(run)
             if cut:
                 _check_own(run)
-                return Choice(run=run, why="its script had not ended", finished=True)
+                return Choice(run=run, why="its script had not ended", finished=True), []
             doubtful = run if cut is None and doubtful is None else doubtful
-        if run.info()["attempts"] and not _finished(run) and _is_free(run):
+        if run.info()["attempts"] and not _finished(run) and not failed_at_prompt(run) and _is_free(run):
             _check_own(run)
-            return Choice(
-                run=run,
-                why=f"the newest unfinished run of that name with these settings{_other_command(run)}",
-            )
-    _check_unreadable(Path(root), name, config, uids)
+            why = f"the newest unfinished run of that name with these settings{_other_command(run)}"
+            return Choice(run=run, why=why), []
+    _check_unreadable(root, name, settings, uids)
     if doubtful is not None:
         _warn_of_doubt(doubtful)
     _warn_of_others(run for run in named if not _is_own(run.path, uids))
+    return None, [examine(run, settings, parent) for run in own if run != doubtful]
+
+
+def _find_of_job(alike: Iterable[Run], environ: Mapping[str, str]) -> Choice | None:
+    """Returns the run that an earlier start of this job began: one start may train in several runs."""
+    job = schedulers.detect(environ)
+    if job is None:
+        return None
+    for run in alike:
+        begun = (JobIds.from_dict(attempt) for attempt in run.info()["attempts"])
+        if any(schedulers.is_earlier_start(ids, job) for ids in begun):
+            _check_own(run)
+            return Choice(run=run, why=f"begun by {schedulers.describe(job)}", finished=_finished(run))
     return None
 
 
-def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int]) -> None:
+def _check_unreadable(root: Path, name: str, settings: RunSettings, uids: Collection[int]) -> None:
     """Raises `UnreadableRun` if a run of that name cannot be resumed only because its run.json is damaged."""
     for path in sorted(root.glob(f"{name}-*")) if root.is_dir() else ():
         if named_run(path) != name or path.is_symlink() or not _is_own(path, uids):
@@ -250,11 +265,11 @@ def _check_unreadable(root: Path, name: str, config: str, uids: Collection[int])
         try:
             Run.open(path)
         except UnreadableRun:
-            settings = RunPaths(path=path).config_file
+            file = RunPaths(path=path).config_file
             if (
-                not settings.exists()
-                or not is_yaml(found := files.read_regular(settings).decode(errors="replace"))
-                or found == config
+                not file.exists()
+                or not is_yaml(found := files.read_regular(file).decode(errors="replace"))
+                or settings.match(found)
             ):
                 raise
         except UsageError as error:

@@ -31,6 +31,7 @@ from headway.run.info import (
 from headway.run.paths import RunPaths
 from headway.run.plain import is_yaml, to_plain
 from headway.run.rebuild import named_run
+from headway.run.settings import RunSettings
 from headway.run.source import SourceState
 from headway.schedulers.base import JobIds
 from headway.system import files, ownership
@@ -198,8 +199,8 @@ class Run(RunPaths):
             files.write_atomic(self.config_file, text.encode())
             write_info(self.path, self.info() | {"config": text})
 
-    def has_config(self, text: str) -> bool:
-        """Returns whether these are the settings of the run. If one of its two copies is damaged, it is restored.
+    def has_config(self, settings: RunSettings) -> bool:
+        """Returns whether the run has these settings. If one of its two copies is damaged, it is restored.
 
         `UnreadableRun` if run.json has no copy, config.yaml is damaged, and the run has checkpoints.
         """
@@ -208,8 +209,10 @@ class Run(RunPaths):
             found: str | None = files.read_regular(self.config_file).decode()
         except (OSError, ValueError):
             found = None
-        if text not in (info.get("config"), found):
-            # run.json has no copy if an older version wrote it, or if it was rebuilt without one
+        copies = [copy for copy in (info.get("config"), found) if copy is not None]
+        text = next(filter(settings.match, copies), None)
+        if text is None:
+            # run.json has no copy if it was rebuilt without one
             if info.get("config") is None and (found is None or not is_yaml(found)):
                 self._refuse_damaged_config()
             return False

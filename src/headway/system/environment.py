@@ -35,6 +35,8 @@ SAVE_EVERY = "HEADWAY_SAVE_EVERY"
 """how often to save, in place of the script's `every`"""
 SAVE_IN_BACKGROUND = "HEADWAY_SAVE_IN_BACKGROUND"
 """0: training waits while a checkpoint is written"""
+APPLY = "HEADWAY_APPLY"
+"""1: apply the settings of optimizers and schedulers that changed since the run that is resumed began"""
 FAILPOINT = "HEADWAY_FAILPOINT"
 """a named point at which a process fails on purpose, for tests"""
 

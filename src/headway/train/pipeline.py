@@ -20,6 +20,7 @@ from headway.dist.shared_run import choose_run
 from headway.errors import UsageError
 from headway.run import Run, check_name, config_text
 from headway.run.choice import Choice
+from headway.run.settings import RunSettings
 from headway.system import environment
 from headway.train import loop
 from headway.train.batches import FirstBatch, closing_loaders
@@ -74,12 +75,20 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         pipe.append_stage(Classify(), max_epochs=10)
         pipe.run()
 
-    The constructor calls `hw.init()` if the script has not.
+    Runs with the same name and config resume each other. `free` are keys of the config in which they may differ, such
+    as the number of steps: `free=("steps", "data.workers")`. The constructor calls `hw.init()` if the script has not.
     """
 
     _state: RunState
 
-    def __init__(self, config: object = None, name: str = "run", *, root: str | Path = "runs") -> None:
+    def __init__(
+        self,
+        config: object = None,
+        name: str = "run",
+        *,
+        root: str | Path = "runs",
+        free: Collection[str] = (),
+    ) -> None:
         self.world: World = dist.world() if dist.is_initialized() else dist.init()
         self.config = config
         self.name = check_name(name)  # now, before everything is registered
@@ -93,7 +102,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         """the same models with their wrappers; `bare` is the module that was registered"""
         self.stages: list[Stage] = []
         self.history = History()
-        vars(self)["_state"] = RunState(self, root)
+        vars(self)["_state"] = RunState(self, root, RunSettings.of(config, free).free)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -337,7 +346,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
         # a new run was created because there was none, so that "auto" and "never" mean the same
         settings = str(run.root), name, config_text(self.config), "auto" if resume == "never" else str(resume)
         if run.choice is None or run.choice[0] != settings:
-            run.choice = settings, choose_run(run.root, name=name, config=self.config, resume=resume)
+            choice = choose_run(run.root, name=name, config=self.config, free=run.free, resume=resume)
+            run.choice = settings, choice
         return run.choice[1]
 
     @property

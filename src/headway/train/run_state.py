@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class RunState:
     """The objects that record, measure and save a run, and the operations around stages, epochs and log points."""
 
-    def __init__(self, pipe: Pipeline, root: str | Path) -> None:
-        self.pipe, self.root = pipe, root
+    def __init__(self, pipe: Pipeline, root: str | Path, free: Collection[str]) -> None:
+        self.pipe, self.root, self.free = pipe, root, free
         self.directory: Run | None = None
         self.choice: tuple[tuple[str, ...], Choice] | None = None
         """the run to train in, once it is chosen, after the settings that it was chosen for"""
