@@ -26,7 +26,7 @@ from headway.data.fingerprint import fingerprints
 from headway.errors import NewerFormat, NoValidCheckpoint, UsageError
 from headway.run import Run
 from headway.train import Pipeline, Stage
-from headway.train.resume.state import _load_by_name, compare_datasets
+from headway.train.resume.state import compare_datasets
 
 alone = pytest.mark.usefixtures("alone")
 
@@ -97,20 +97,6 @@ def test_a_loop_of_ones_own_that_became_a_managed_one(tmp_path: Path) -> None:
         make(tmp_path, Traced()),
         r"stage 'train' does not accept the state in the checkpoint \(KeyError: 'precision'\)",
     )
-
-
-@alone
-@pytest.mark.parametrize("old", [False, True])
-def test_adamw_is_not_adam(old: bool) -> None:
-    net = nn.Linear(2, 1)
-    names = {id(p): name for name, p in net.named_parameters()}
-    groups: list[Any] = torch.optim.AdamW(net.parameters()).state_dict()["param_groups"]
-    state: dict[str, Any] = {"state": {}, "groups": [groups[0] | {"params": ["weight", "bias"]}]}
-    if not old:
-        state["class"] = "AdamW"
-    _load_by_name("o", torch.optim.AdamW(net.parameters()), names, state)
-    with pytest.raises(UsageError, match="optimizer 'o' was saved as AdamW and is now Adam: create it as in"):
-        _load_by_name("o", torch.optim.Adam(net.parameters()), names, state)
 
 
 # --- another dataset

@@ -72,6 +72,12 @@ def merge(trees: list[Any], path: str = "") -> Any:
     first = trees[0]
     if all(tree == first for tree in trees[1:]):
         return first
+    if all(type(tree) is dict and tree.keys() == {"$dict"} for tree in trees):
+        merged = [dict(tree["$dict"]) for tree in trees]
+        keys = dict.fromkeys(key for pairs in merged for key in pairs)
+        return {
+            "$dict": [[key, merge([p[key] for p in merged if key in p], f"{path}.{key}")] for key in keys]
+        }
     if not all(type(tree) is dict and not any(key.startswith("$") for key in tree) for tree in trees):
         raise UsageError(
             f"the ranks disagree about {path!r} (one has {str(first)!r:.80}): pass what belongs to one rank as local=, "

@@ -15,30 +15,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from headway.checkpoint.format import dtypes
 from headway.checkpoint.format.directory import CheckpointDirectory
-from headway.checkpoint.format.manifest import read_index, read_manifest
+from headway.checkpoint.format.manifest import STATE, read_document, read_index, read_manifest
 from headway.data.fingerprint import fingerprints
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
+from headway.system.log import logger
+from headway.system.text import shorten_list
 from headway.train.metrics.epoch_metrics import load_metric_state, metric_state
 from headway.train.model.initial_weights import adapter_config, adapter_name, is_adapted
+from headway.train.resume import optimizers
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
     from headway.train.run_state import RunState
 
 
-_DECOUPLED = "decoupled_weight_decay"  # the setting that distinguishes AdamW from Adam
-
-_STRAY = (
-    "has parameters that no model has anymore: a hook that rebuilds a model for export, such as a merge of adapters, "
-    "belongs in post_run"
-)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """integers as wide as the elements of a tensor, by bytes"""
 
@@ -59,7 +55,9 @@ def gather(run: RunState) -> dict[str, Any]:
         stage.settle()
     return {
         **_model_states(pipe),
-        "optimizers": {name: _by_name(name, optimizer, names) for name, optimizer in pipe.optimizers.items()},
+        "optimizers": {
+            name: optimizers.pack(name, optimizer, names) for name, optimizer in pipe.optimizers.items()
+        },
         "schedulers": {name: scheduler.state_dict() for name, scheduler in pipe.schedulers.items()},
         "stages": {stage.name: stage.state_dict() for stage in run.stage_states},
         "history": pipe.history.state_dict(),
@@ -89,7 +87,6 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
         "registered": run.registered_state,
     }.items():
         _check_names(kind, known, state[kind])
-    names = parameter_names(pipe)
     for name, model in pipe.registered_models.items():
         _check_tensors(name, model.state_dict(), state["models"][name])
         with _loading("model", name):
@@ -97,8 +94,7 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
         if model.ema is not None:
             with _loading("average of model", name):
                 model.ema.load_state_dict(state["averages"][name])
-    for name, optimizer in pipe.optimizers.items():
-        _load_by_name(name, optimizer, names, state["optimizers"][name])
+    _restore_optimizers(pipe, state["optimizers"])
     for name, scheduler in pipe.schedulers.items():
         with _loading("scheduler", name):
             scheduler.load_state_dict(state["schedulers"][name])
@@ -110,6 +106,20 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
             load_metric_state(each, state["registered"][name])
     pipe.history.load_state_dict(state["history"])
     run.steps_done, run.epoch = state["progress"]["step"], state["progress"]["epoch"]
+
+
+def _restore_optimizers(pipe: Pipeline, saved: Mapping[str, Any]) -> None:
+    names, parameters = parameter_names(pipe), named_parameters(pipe)
+    for name, optimizer in pipe.optimizers.items():
+        optimizers.check_class(name, optimizer, saved[name])
+        with _loading("optimizer", name):
+            added = optimizers.match_groups(name, optimizer, parameters, saved[name])
+            optimizers.load(optimizer, names, saved[name])
+        if added and pipe.world.is_root:
+            logger.info(
+                f"optimizer {name!r} has parameter groups of the checkpoint that the script has not added "
+                f"({shorten_list(added)})"
+            )
 
 
 def adapters(pipe: Pipeline) -> dict[str, dict[str, Any]]:
@@ -168,16 +178,8 @@ def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> d
         }
         for kind in ("models", "averages")
     }
-    optimizers = {
-        name: {
-            "state": {
-                parameter: {key: value for key, value in values.items() if contributes(parameter, value)}
-                for parameter, values in optimizer["state"].items()
-            }
-        }
-        for name, optimizer in state["optimizers"].items()
-    }
-    return {**models, "optimizers": optimizers}
+    steps = {name: optimizers.contribution(saved, kept) for name, saved in state["optimizers"].items()}
+    return {**models, "optimizers": steps}
 
 
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
@@ -187,105 +189,37 @@ def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
 
 
 def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
-    """Returns empty state for sharded parameters, sharded as they are, since a new optimizer has none."""
-    names = parameter_names(pipe)
-    shards: dict[str, Any] = {}
-    sharded = {
-        f"optimizers.{name}.state.{names[id(p)]}": (name, names[id(p)], p)
-        for name, optimizer in pipe.optimizers.items()
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if isinstance(p, DTensor)
-    }
-    if not sharded:
-        return shards
+    """Returns empty tensors for the sharded state of optimizers, which read only their parts of it."""
+    parameters = named_parameters(pipe)
+    if not any(isinstance(p, DTensor) for p in parameters.values()):
+        return {}
     with CheckpointDirectory(path) as directory:
-        entries = read_index(directory, read_manifest(directory))
-    for entry_name, entry in entries.items():
-        prefix, _, key = entry_name.rpartition(".")
-        if prefix not in sharded:
-            continue
-        optimizer, parameter, weight = sharded[prefix]
-        if entry.shape == tuple(weight.shape):
-            empty = torch.zeros_like(weight.detach(), dtype=dtypes.BY_NAME[entry.dtype])
-            shards.setdefault(optimizer, {"state": {}})["state"].setdefault(parameter, {})[key] = empty
+        manifest = read_manifest(directory)
+        entries, tree = read_index(directory, manifest), read_document(directory, manifest, STATE)
+    shards: dict[str, Any] = {}
+    for name, saved in tree["optimizers"].items():
+        prefix = f"optimizers.{name}."
+        tensors = {
+            key.removeprefix(prefix): (dtypes.BY_NAME[entry.dtype], entry.shape)
+            for key, entry in entries.items()
+            if key.startswith(prefix)
+        }
+        shards[name] = optimizers.empty_shards(parameters, saved["placements"], tensors)
     return shards
 
 
-def parameter_names(pipe: Pipeline) -> dict[int, str]:
-    """Returns the name of each parameter, such as "net.first.weight", by the id of the object."""
+def named_parameters(pipe: Pipeline) -> dict[str, nn.Parameter]:
+    """Returns the parameters of all models by name, such as "net.first.weight"."""
     return {
-        id(parameter): f"{name}.{key}"
+        f"{name}.{key}": parameter
         for name, model in pipe.registered_models.items()
         for key, parameter in model.bare.named_parameters()
     }
 
 
-def _by_name(name: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Returns the optimizer's state with the names of parameters instead of their numbers."""
-    if _is_stray(optimizer, names):
-        raise UsageError(f"optimizer {name!r} {_STRAY}")
-    packed, order = optimizer.state_dict(), _order(optimizer, names)
-    return {
-        "class": type(optimizer).__qualname__,
-        "state": {order[number]: values for number, values in packed["state"].items()},
-        "groups": [
-            group | {"params": [order[number] for number in group["params"]]}
-            for group in packed["param_groups"]
-        ],
-    }
-
-
-def _load_by_name(
-    name: str, optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any]
-) -> None:
-    _check_class(name, optimizer, state)
-    order = _order(optimizer, names)
-    saved = [group["params"] for group in state["groups"]]
-    here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if saved != here:
-        odd = {key for group in saved for key in group} ^ set(order)
-        what = f"only one of them has {min(odd)!r}" if odd else "their groups differ"
-        raise UsageError(
-            f"optimizer {name!r} and the checkpoint have different parameters ({what}): create it as in the saved run, "
-            'or start a new run with resume="never"'
-        )
-    number = {key: index for index, key in enumerate(order)}
-    numbered = {
-        "state": {number[key]: values for key, values in state["state"].items()},
-        "param_groups": [
-            group | {"params": [number[key] for key in group["params"]]} for group in state["groups"]
-        ],
-    }
-    try:
-        with _loading("optimizer", name):
-            optimizer.load_state_dict(numbered)
-        # torch has filled in the settings of its newer versions
-        missing = [key for key in optimizer.defaults if any(key not in g for g in optimizer.param_groups)]
-    except KeyError as error:
-        missing = [str(error.args[0])]
-    if missing:
-        raise UsageError(
-            f"optimizer {name!r} was saved without {missing[0]!r}, by another optimizer class: create it as in the "
-            'saved run, or start a new run with resume="never"'
-        )
-
-
-def _check_class(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises `UsageError` if another class of optimizer was saved: torch silently loads AdamW into Adam."""
-    here, saved = type(optimizer).__qualname__, state.get("class")
-    if saved is None:  # an older checkpoint: only one setting distinguishes these two
-        wanted, found = (
-            {bool(g.get(_DECOUPLED)) for g in gs} for gs in (optimizer.param_groups, state["groups"])
-        )
-        if wanted == found or not any(_DECOUPLED in group for group in state["groups"]):
-            return
-        saved = "AdamW" if True in found else "Adam"
-    if saved != here:
-        raise UsageError(
-            f"optimizer {name!r} was saved as {saved} and is now {here}: create it as in the saved run, or start a new "
-            'run with resume="never"'
-        )
+def parameter_names(pipe: Pipeline) -> dict[int, str]:
+    """Returns the name of each parameter by the id of the object."""
+    return {id(parameter): name for name, parameter in named_parameters(pipe).items()}
 
 
 def _check_tensors(name: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -306,27 +240,11 @@ def _loading(kind: str, name: str) -> Iterator[None]:
     except (UsageError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        if isinstance(error, KeyError) and kind == "optimizer":
-            raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(
             f"{kind} {name!r} does not accept the state in the checkpoint ({reason:.200}): create it as in the saved "
             'run, or start a new run with resume="never"'
         ) from error
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _is_stray(optimizer: Optimizer, names: Mapping[int, str]) -> bool:
-    """Whether an optimizer has parameters that no model has: a hook may have replaced them in the model."""
-    return any(id(p) not in names for p in _parameters(optimizer))
-
-
-def _order(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Returns the names of the parameters in the order in which torch numbers them."""
-    return [names[id(p)] for p in _parameters(optimizer)]
 
 
 def _check_names(kind: str, known: Any, saved: Mapping[str, Any]) -> None:
@@ -346,7 +264,7 @@ def find_unsavable(pipe: Pipeline) -> tuple[str | None, bool]:
     DDP keeps equal. Takes one collective, with a fingerprint of each such model.
     """
     names = parameter_names(pipe)
-    stray = [_is_stray(optimizer, names) for optimizer in pipe.optimizers.values()]
+    stray = [optimizers.is_stray(optimizer, names) for optimizer in pipe.optimizers.values()]
     synced = [name for name, model in pipe.registered_models.items() if model.synced]
     if not stray and not synced:
         return None, False
@@ -354,7 +272,7 @@ def find_unsavable(pipe: Pipeline) -> tuple[str | None, bool]:
     table = gather_rows(torch.tensor([*stray, *marks], dtype=torch.int64, device=pipe.device))
     for name, column in zip(pipe.optimizers, table.T, strict=False):
         if column.any():
-            return f"optimizer {name!r} {_STRAY}", False
+            return f"optimizer {name!r} {optimizers.STRAY}", False
     for name, column in zip(synced, table.T[len(stray) :], strict=True):
         if (column != column[0]).any():
             return f"model {name!r} differs between ranks: change it on all ranks alike, or in post_run", True
