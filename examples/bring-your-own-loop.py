@@ -28,7 +28,6 @@ def main():
     net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)).to(world.device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
     model = nn.parallel.DistributedDataParallel(net) if world.world_size > 1 else net
-    hw.seed(0, scope="rank")  # from here on, each rank drops its own units
 
     run = hw.dist.open_run("runs", name="own-loop", resume="auto")
     with hw.record.recording(run, world) as attempt, hw.train.Ledger(attempt) as ledger:
@@ -38,7 +37,7 @@ def main():
             adam.load_state_dict(saved.state["adam"])
             train.load_state_dict(saved.state["train"])
             step = saved.step
-            if saved.world_size == world.world_size:  # else each rank starts from its seed
+            if saved.world_size == world.world_size:  # else training continues with other random numbers
                 hw.train.restore_random_state(saved.local, world.device)
         while step < STEPS:
             for inputs, targets in train:

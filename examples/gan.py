@@ -70,7 +70,6 @@ def main():
         stage.add_column(column)
     pipe.append_stage(stage, max_epochs=options.epochs)
     pipe.enable_checkpointing(every="10 epochs")
-    hw.seed(0, scope="rank")  # each rank draws its own noise
     pipe.run()
 
 

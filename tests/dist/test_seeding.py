@@ -1,4 +1,4 @@
-"""Seeds: torch equal on all ranks or not as asked, data noise always different, neighbours never alike."""
+"""Seeds: torch is equal on all ranks until training, data noise never is, and neighbors are not alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as td
 from hypothesis import given, strategies as st
 
-from headway.dist.seeding import derive_seed, seed
+from headway.dist.seeding import derive_seed, seed, separate_streams
 from headway.errors import UsageError
 from headway.testing import ranks
 
@@ -44,7 +44,7 @@ def everybodys(value: object) -> list[object]:
 
 
 @ranks(3)
-def test_shared_scope_gives_equal_weights_and_different_data_noise() -> None:
+def test_weights_are_equal_and_data_noise_differs() -> None:
     seed(7)
     weights, python, numpy = zip(*everybodys(draws()), strict=True)
     assert len(set(weights)) == 1
@@ -52,16 +52,24 @@ def test_shared_scope_gives_equal_weights_and_different_data_noise() -> None:
 
 
 @ranks(3)
-def test_rank_scope_makes_torch_differ_too() -> None:
-    seed(7, scope="rank")
-    assert all(len(set(values)) == 3 for values in zip(*everybodys(draws()), strict=True))
-
-
-def test_rank_scope_on_rank_0_does_not_repeat_the_shared_stream() -> None:
+def test_streams_separate_once_and_that_of_rank_0_continues() -> None:
     seed(7)
-    shared = torch.rand(8)
-    seed(7, scope="rank")
-    assert not torch.equal(torch.rand(8), shared)
+    torch.rand(3)
+    following = torch.get_rng_state()
+    separate_streams(td.get_rank())
+    assert torch.equal(torch.get_rng_state(), following) is (td.get_rank() == 0)
+    first = torch.rand(()).item()
+    separate_streams(td.get_rank())
+    assert len({*everybodys(first), *everybodys(torch.rand(()).item())}) == 6
+
+
+@ranks(3)
+def test_shared_scope_keeps_every_generator_equal() -> None:
+    seed(7, scope="shared")
+    separate_streams(td.get_rank())
+    drawn = draws()
+    assert everybodys(drawn) == [drawn] * 3
+    seed(7)
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_one_others() -> None:

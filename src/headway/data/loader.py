@@ -85,7 +85,7 @@ class DataLoader:
         self.batch_size = batch_size
         """samples of each rank; None if `global_batch_size` was given, or if samples are not batched"""
         size = 1 if unbatched else batch_size
-        split = BatchSplit(
+        self._split = split = BatchSplit(
             batch_size=size, global_batch_size=global_batch_size, rank=rank, world_size=world_size
         )
         self._cursor = _make_cursor(
@@ -121,6 +121,7 @@ class DataLoader:
         return len(self._cursor)
 
     def __iter__(self) -> Iterator[Any]:
+        self._split.separate_streams()
         self._cursor.begin_pass(restored=self._restored)
         self._restored = False
         self._loops += 1

@@ -161,6 +161,7 @@ class ShardLoader:
         return self._batcher.length(self._epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        self._split.separate_streams()
         self._batcher.check()
         if not (self._shuffle or self._restored):
             self._position = self._batcher.start(self._epoch)

@@ -305,6 +305,8 @@ class LoopState:
         progress = progress or Pass()
         if progress.done or (training and not self.more_steps):
             return
+        if training:
+            self.run.separate_streams(loader)
         with moving(loader, self.device) as mover:
             opened = self._open(loader, progress)
             source = mover.read(opened)

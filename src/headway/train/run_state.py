@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from headway import dist, record
+from headway import data, dist, record
+from headway.dist import seeding
 from headway.errors import UsageError
 from headway.record.media.writer import MediaSettings, MediaWriter
 from headway.record.sinks import Sink, feeding
@@ -30,6 +31,7 @@ from headway.train.metrics.stragglers import Stragglers, busy
 from headway.train.metrics.timing import PhaseTimer
 from headway.train.model.optimizer_step import epoch_schedules
 from headway.train.model.schedules import Schedule
+from headway.train.resume import rng
 from headway.train.resume.end_of_run import wait_for_others
 from headway.train.resume.ledger_writer import LedgerWriter
 from headway.train.resume.state import StatefulObject
@@ -102,6 +104,17 @@ class RunState:
         groups = [model.tensor_group for model in self.pipe.registered_models.values()]
         return any(group is not None and group.rank > 0 for group in groups)
 
+    def separate_streams(self, loader: Iterable[Any]) -> None:
+        """Gives this rank its own random numbers from here on; ranks with the same batches draw the same."""
+        for model in self.pipe.registered_models.values():
+            if model.tensor_group is not None and model.tensor_group.size > 1:
+                seeding.separate_streams(model.tensor_group.first_rank, ranks_share=True)
+                return
+        if not isinstance(
+            loader, data.DataLoader | data.ShardLoader
+        ):  # these may have been given another rank
+            seeding.separate_streams(self.pipe.world.rank)
+
     def has_post_stage(self, stage: Stage) -> bool:
         """Whether the user defines a `post_stage`, which may change the state after the last save."""
         own = type(stage).post_stage is not Stage.post_stage or "post_stage" in vars(stage)
@@ -115,16 +128,27 @@ class RunState:
 
     def run_hook(self, hook: str, subject: Pipeline | Stage) -> None:
         """Calls a hook of the subject, then of the callbacks, without the hang check: hooks have no time limit."""
-        with dist.no_hang_check(), logging_once(hook, subject):
+        with self._calling(hook, subject):
             for owner in (subject, *self.callbacks):
                 self._call_hook(hook, subject, owner)
 
     def run_hook_once(self, hook: str, subject: Pipeline | Stage, callbacks: Iterable[Callback]) -> None:
         """Calls a hook of the subject and the callbacks, except where a run or an evaluation has called it before."""
-        with dist.no_hang_check(), logging_once(hook, subject):
+        with self._calling(hook, subject):
             for owner in (subject, *callbacks):
                 if (hook, id(subject), id(owner)) not in self._hooks_called:
                     self._call_hook(hook, subject, owner)
+
+    @contextmanager
+    def _calling(self, hook: str, subject: Pipeline | Stage) -> Iterator[None]:
+        """Surrounds the calls of a hook, in which all ranks draw the same numbers: it may initialize a model."""
+        purpose = f"{hook} of {subject.name}, epoch {self.epoch}"
+        with (
+            dist.no_hang_check(),
+            logging_once(hook, subject),
+            rng.joined_streams(purpose, self.pipe.device),
+        ):
+            yield
 
     def _call_hook(self, hook: str, subject: Pipeline | Stage, owner: Pipeline | Stage | Callback) -> None:
         self._hooks_called[hook, id(subject), id(owner)] = subject, owner
@@ -153,6 +177,11 @@ class RunState:
             yield
             dist.set_phase("done")
             wait_for_others()
+        self.join_streams()
+
+    def join_streams(self) -> None:
+        """Lets all ranks draw the same random numbers once a run has ended: the script may build another model."""
+        seeding.join_streams(f"after step {self.steps_done} of {self.pipe.name}")
 
     def _end_recording(self) -> None:
         self.current_stage = self._reporter = self.media = None

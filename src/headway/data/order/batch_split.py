@@ -9,6 +9,7 @@ from typing import final
 import torch.distributed as c10d
 
 from headway.data.order.order import whole_number
+from headway.dist import seeding
 from headway.dist.group import is_initialized, world  # called for every batch: no lazy lookup
 from headway.errors import UsageError
 
@@ -58,6 +59,12 @@ class BatchSplit:
                 "them would get the same samples: call headway.init() before the first batch"
             )
         return 0, 1
+
+    def separate_streams(self) -> None:
+        """Gives this rank its own random numbers from the first batch on; ranks with the same batches share them."""
+        rank, world_size = self.rank_and_world_size()
+        ranks = c10d.get_world_size() if c10d.is_available() and c10d.is_initialized() else 1
+        seeding.separate_streams(rank, ranks_share=world_size < ranks)
 
     def global_size(self) -> int:
         """Returns the number of samples in a full batch, over all ranks."""

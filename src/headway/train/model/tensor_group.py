@@ -40,6 +40,7 @@ class TensorGroup:
         self.model, self._module, self._mesh = model, module, mesh
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._group = mesh.get_group()
+        self.first_rank = c10d.get_global_rank(self._group, 0)
         self._summed = self._find_partial(partial_names)
         self._hooked: dict[int, Tensor] = {}
         self._whole_already: set[str] = set()

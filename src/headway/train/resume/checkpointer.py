@@ -148,6 +148,7 @@ class Checkpointer:
             )
         self._restore(loaded)
         self.rank_state.restore_rng()
+        self.run.join_streams()
         self._log(
             f"{choice.run.id} is already finished ({choice.why}): models, history and counters of step "
             f"{loaded.step:,} are restored, and nothing is trained"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 from headway import data, dist
 from headway.checkpoint import LoadedCheckpoint
+from headway.dist import seeding
 from headway.dist.seeding import derive_seed
 from headway.system.log import logger
 from headway.train.resume import rng
@@ -71,13 +72,14 @@ class RankState:
             for each in stage.passes:
                 each.ranks_changed = True
         seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
-        self._rng = partial(dist.seed, seed, scope="rank")
+        self._rng = partial(dist.seed, seed, scope=seeding.current_scope())
         if self._pipe.world.is_root:
+            changes = [*find_changes(datasets, before, now)]
+            same = "" if changes else "the samples are the same; "
             logger.info(
-                f"saved by {before} ranks, now {now}: the samples are the same; each rank has a new seed, derived from "
-                "the saved seed and the step"
+                f"saved by {before} ranks, now {now}: {same}training draws other random numbers from here on"
             )
-            for message in find_changes(datasets, before, now):
+            for message in changes:
                 logger.warning(message)
 
     def restore_rng(self) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.dist import seeding
+
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Returns the state of all generators that training may draw from, as plain values: Python, numpy, torch, device.
@@ -21,16 +23,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
         hw.checkpoint.save("checkpoints", state, step=step, local=hw.train.random_state(world.device))
     """
     name, keys, *rest = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
+    return {
         "python": random.getstate(),
         "numpy": [name, np.asarray(keys).tobytes().hex(), *rest],
-        "torch": _to_hex(torch.get_rng_state()),
+        **_torch_state(device),
+        "streams": seeding.streams_state(),
     }
-    if device.type == "cuda":
-        state["device"] = _to_hex(torch.cuda.get_rng_state(device))
-    elif device.type == "mps":
-        state["device"] = _to_hex(torch.mps.get_rng_state())
-    return state
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -38,17 +36,15 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
     Call it last, right before training resumes: code that draws numbers after it changes the state.
 
-        if loaded.world_size == world.world_size:               # else each rank starts from its seed
+        if loaded.world_size == world.world_size:               # else training continues with other random numbers
             hw.train.restore_random_state(loaded.local, world.device)
     """
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
-    torch.set_rng_state(_from_hex(state["torch"]))
-    if "device" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(_from_hex(state["device"]), device)
-    elif "device" in state and device.type == "mps":
-        torch.mps.set_rng_state(_from_hex(state["device"]))
+    _restore_torch(state, device)
+    seed = torch.initial_seed()  # older checkpoints have no streams, and the ranks theirs from the beginning
+    seeding.load_streams_state(state.get("streams", {"common": seed, "own": seed}))
 
 
 @contextmanager
@@ -61,6 +57,46 @@ def temporary_state(state: Mapping[str, Any] | None, device: torch.device) -> It
         yield
     finally:
         restore_random_state(before, device)
+
+
+@contextmanager
+def joined_streams(purpose: str, device: torch.device) -> Iterator[None]:
+    """Lets all ranks draw the same numbers from torch within the context, after which their own streams continue.
+
+    A hook may seed torch itself: then that seed is kept.
+    """
+    if not seeding.are_separate():
+        yield
+        return
+    before, streams = _torch_state(device), seeding.streams_state()
+    seeding.join_streams(purpose)
+    joined = torch.initial_seed()
+    try:
+        yield
+    finally:
+        if torch.initial_seed() in (
+            joined,
+            seeding.streams_state()["own"],
+        ):  # the latter, if it has read batches
+            _restore_torch(before, device)
+            seeding.load_streams_state(streams)
+
+
+def _torch_state(device: torch.device) -> dict[str, Any]:
+    state = {"torch": _to_hex(torch.get_rng_state())}
+    if device.type == "cuda":
+        state["device"] = _to_hex(torch.cuda.get_rng_state(device))
+    elif device.type == "mps":
+        state["device"] = _to_hex(torch.mps.get_rng_state())
+    return state
+
+
+def _restore_torch(state: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if "device" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(_from_hex(state["device"]), device)
+    elif "device" in state and device.type == "mps":
+        torch.mps.set_rng_state(_from_hex(state["device"]))
 
 
 def _to_hex(state: Tensor) -> str:
