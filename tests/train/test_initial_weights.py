@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)  # root, who runs tests in containers, may read everything
+    monkeypatch.setattr(os, "open", refuse)  # root, who runs tests in containers, may read everything
     with pytest.raises(StorageError, match=r"could not read .*net.pt: Permission denied"):
         load_weights(Weights(tmp_path / "net.pt"), {"w": torch.zeros(1)}, model="net")
 

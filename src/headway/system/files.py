@@ -22,7 +22,8 @@ from headway.errors import StorageError
 T = TypeVar("T")
 
 _VISIBLE_S = 10.0  # until a network file system shows what another host has written
-_LARGEST_BYTES = 1 << 26  # of a JSON or settings file, which is read as a whole
+LARGEST_BYTES = 1 << 26
+"""of a JSON or settings file, which is read as a whole"""
 _NOT_VISIBLE = (errno.ENOENT, errno.ESTALE)
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -73,10 +74,11 @@ def open_private(path: Path, flags: int) -> int:
     return fd
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     """Opens a file in a directory that others may write to; `OSError` if it is not a regular file.
 
-    A pipe would block, a device may never end, and another user's link may point anywhere.
+    A pipe would block, a device may never end, and another user's link may point anywhere. With `follow`, such a link
+    is followed, too: for files that the user names, and those beside them, as in a shared cache of Hugging Face.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -84,7 +86,7 @@ def open_regular(path: Path) -> BinaryIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        if path.lstat().st_uid not in (os.geteuid(), 0):
+        if not follow and path.lstat().st_uid not in (os.geteuid(), 0):
             raise OSError(errno.ELOOP, "it is a link of another user", str(path)) from error
         fd = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -93,12 +95,14 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(fd, "rb")
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, *, follow: bool = False, most_bytes: int = LARGEST_BYTES) -> bytes:
     """Reads all of a file that `open_regular` opens; `OSError` if it is too large for a JSON or settings file."""
-    with open_regular(path) as file:
-        data = file.read(_LARGEST_BYTES + 1)
-    if len(data) > _LARGEST_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {_LARGEST_BYTES >> 20} MiB", str(path))
+    with open_regular(path, follow=follow) as file:
+        # a sparse file of terabytes takes no space; one that grows, or of /proc, has more than its size
+        is_large = os.fstat(file.fileno()).st_size > most_bytes
+        data = b"" if is_large else file.read(most_bytes + 1)
+    if is_large or len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB", str(path))
     return data
 
 

@@ -32,7 +32,8 @@ CheckpointRoot = Run | str | os.PathLike[str]
 """Where checkpoints are: a run, the directory of one, or the directory that holds them."""
 
 _HIDDEN = re.compile(r"step-[0-9]{12,18}\.corrupt-[0-9]+|\.old-.+-[0-9]+-[0-9a-f]{16}")
-_LARGEST_JSON_BYTES = 1 << 30
+LARGEST_JSON_BYTES = 1 << 30
+"""of an index: 100,000 tensors on 100 ranks each"""
 _CHUNK_BYTES = 4 << 20
 # errors that a damaged checkpoint may cause; others, such as a missing permission or a failing disk, are not damage
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
@@ -74,10 +75,10 @@ class CheckpointFile:
                 self._fd = self._directory.open_descriptor(self.name)
             raise
 
-    def chunks(self) -> Iterator[memoryview]:
-        """Yields the whole file in chunks; each is valid until the next."""
+    def chunks(self, most_bytes: int) -> Iterator[memoryview]:
+        """Yields the file in chunks, each valid until the next, and stops soon after `most_bytes`: it may grow."""
         buffer, begin = memoryview(bytearray(_CHUNK_BYTES)), 0
-        while got := self.read_into(buffer, begin):
+        while begin <= most_bytes and (got := self.read_into(buffer, begin)):
             yield buffer[:got]
             begin += got
 
@@ -150,12 +151,13 @@ class CheckpointDirectory:
             os.close(fd)
             raise
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most_bytes: int = LARGEST_JSON_BYTES) -> bytes:
         """Reads all of a JSON file."""
         with self.open(name) as file:
-            if file.bytes > _LARGEST_JSON_BYTES:
-                raise DamagedCheckpoint(f"{name}: {file.bytes} bytes are too many for a JSON file")
-            return b"".join(map(bytes, file.chunks()))
+            size = file.bytes
+            if size > most_bytes:
+                raise DamagedCheckpoint(f"{name}: {size} bytes are too many for this file")
+            return b"".join(map(bytes, file.chunks(size)))
 
     def reading(self, name: str, action: Callable[[], T]) -> T:
         """Calls a read of a file and retries it if it fails temporarily; returns its result."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from headway.checkpoint.format.manifest import METADATA
 from headway.errors import UsageError
 
 BY_NAME = {
@@ -18,12 +20,21 @@ NAMES = {dtype: name for name, dtype in BY_NAME.items()}
 
 def check(name: str, tensor: torch.Tensor) -> None:
     """Raises `UsageError` if a checkpoint cannot hold the tensor `name`."""
+    if name == METADATA:
+        raise UsageError(f"{name!r} is a name that safetensors reserves: rename that part of the state")
+    if found := problem(tensor):
+        kind, advice = found
+        raise UsageError(f"{name!r} is a {kind}, which a checkpoint cannot hold: {advice}")
+
+
+def problem(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Returns which kind of tensor this is, and what to do, if a checkpoint cannot hold it; None if it can."""
+    if is_lazy(tensor):
+        return "parameter without a shape", "call the model once before you save it"
     if tensor.is_meta:
-        kind, advice = "meta tensor", "give it values"
-    elif tensor.layout is not torch.strided:
-        kind, advice = f"{tensor.layout} tensor", "convert it to a dense tensor"
-    elif tensor.dtype not in NAMES:
-        kind, advice = f"tensor of {tensor.dtype}", "convert it to another type"
-    else:
-        return
-    raise UsageError(f"{name!r} is a {kind}, which a checkpoint cannot hold: {advice}")
+        return "meta tensor", "give it values"
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout} tensor", "convert it to a dense tensor"
+    if tensor.dtype not in NAMES:
+        return f"tensor of {tensor.dtype}", "convert it to another type"
+    return None

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, final
 
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint, step_dir
 from headway.errors import NewerFormat
+from headway.system.files import LARGEST_BYTES
 
 FORMAT = 1  # of the manifest; raise it when readers of the old format would misread the new one
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -23,7 +26,10 @@ ITEM_BYTES = {
     "U8": 1, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
 LARGEST_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of safetensors itself
+METADATA = "__metadata__"
+"""the key of a safetensors header that is not a tensor"""
 _MOST_ELEMENTS = (1 << 63) - 1  # of a tensor of torch
+_MOST_SHARDED_DIMS = 6  # of a tensor: there are 2 ** 6 corners of a chunk to compare
 
 _FILE = re.compile(r"[a-z0-9-]{1,64}\.(json|safetensors)")
 _SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n')
@@ -135,7 +141,7 @@ class TensorEntry:
 
 def read_manifest(directory: CheckpointDirectory) -> Manifest:
     try:
-        manifest = Manifest.from_bytes(directory.read(MANIFEST))
+        manifest = Manifest.from_bytes(directory.read(MANIFEST, LARGEST_BYTES))
     except NewerFormat as error:
         raise NewerFormat(f"{directory.path}: {error}") from None
     if step_dir(directory.path.parent, manifest.step).name != directory.path.name.partition(".corrupt-")[0]:
@@ -177,10 +183,32 @@ def _entry(name: str, value: object, manifest: Manifest) -> TensorEntry:
         case {"dtype": str(dtype), "shape": list(shape), "chunks": list(listed)} if (
             dtype in ITEM_BYTES and are_sizes(shape)
         ):
-            chunks = tuple(_chunk(name, chunk, dtype, shape, manifest) for chunk in listed)
-            if sum(math.prod(chunk.shape) for chunk in chunks) == math.prod(shape):
-                return TensorEntry(dtype=dtype, shape=tuple(shape), chunks=chunks)
+            chunks = [_chunk(name, chunk, dtype, shape, manifest) for chunk in listed]
+            filled = tuple(
+                chunk for chunk in chunks if chunk.begin < chunk.end
+            )  # some ranks have an empty one
+            if not covers(filled, shape):
+                raise DamagedCheckpoint(f"{INDEX}: the chunks of tensor {name!r:.100} do not cover it once")
+            return TensorEntry(dtype=dtype, shape=tuple(shape), chunks=filled)
     raise DamagedCheckpoint(f"{INDEX}: the entry of tensor {name!r:.100} is inconsistent")
+
+
+def covers(chunks: Sequence[TensorChunk], whole: Sequence[int]) -> bool:
+    """Returns whether chunks, each inside a tensor of this shape, cover all of it and do not overlap.
+
+    If each corner of a chunk is a corner of an even number of them, except the corners of the tensor, every element is
+    in an odd number of chunks. If the chunks also have as many elements as the tensor, that number is 1.
+    """
+    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(whole):
+        return False
+    dims = [dim for dim, size in enumerate(whole) if any(chunk.shape[dim] != size for chunk in chunks)]
+    if len(dims) > _MOST_SHARDED_DIMS:
+        return False
+    odd: set[tuple[int, ...]] = set()
+    for chunk in chunks if dims else ():
+        ends = [(chunk.offsets[dim], chunk.offsets[dim] + chunk.shape[dim]) for dim in dims]
+        odd.symmetric_difference_update(product(*ends))
+    return not dims or odd == set(product(*((0, whole[dim]) for dim in dims)))
 
 
 def _chunk(name: str, value: object, dtype: str, whole: list[int], manifest: Manifest) -> TensorChunk:
@@ -230,4 +258,4 @@ def are_sizes(values: Iterable[object]) -> bool:
 
 
 def _are_numbers(values: dict[Any, Any]) -> bool:
-    return all(type(value) in (int, float) for value in values.values())
+    return all(type(value) in (int, float) and abs(value) <= sys.float_info.max for value in values.values())

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from headway.checkpoint.format import tree
 from headway.checkpoint.format.directory import CheckpointDirectory, DamagedCheckpoint
 from headway.checkpoint.format.manifest import (
     ITEM_BYTES,
+    METADATA,
     STATE,
     Manifest,
     read_document,
@@ -48,6 +50,8 @@ def export(
     [PosixPath('net.safetensors')]
     """
     source, target = Path(directory).absolute(), Path(out).absolute()
+    if not target.name:
+        raise UsageError(f"{str(out)!r} is not the name of a file: give a name like net.safetensors")
     if shard_bytes < 1:
         raise UsageError(f"shard_bytes={shard_bytes} is not a valid size: give 1 or more")
     with _verified(source) as (opened, manifest):
@@ -161,7 +165,19 @@ def _chosen(
     if part not in parts:
         known = ", ".join(map(repr, parts))
         raise UsageError(f"{source} has no part {part!r} with tensors: its parts with tensors are {known}")
-    return {name: name.removeprefix(f"{part}.") for name in parts[part]}
+    chosen = {name: name.removeprefix(f"{part}.") for name in parts[part]}
+    _check_names(chosen, source)
+    return chosen
+
+
+def _check_names(chosen: dict[str, str], source: Path) -> None:
+    """Raises `UsageError` if a safetensors file could not have all tensors, by their names in it."""
+    if twice := [name for name, count in Counter(chosen.values()).items() if count > 1]:
+        raise UsageError(
+            f"two tensors of {source} would have the name {twice[0]!r:.100}: export it without --part"
+        )
+    if METADATA in chosen.values():
+        raise UsageError(f"{METADATA!r} is a name that safetensors reserves: export {source} without --part")
 
 
 def _with_tensors(state: dict[str, object]) -> Iterator[tuple[str, list[str]]]:

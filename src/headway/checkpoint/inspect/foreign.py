@@ -11,6 +11,7 @@ import os
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import islice
@@ -66,7 +67,10 @@ def read_torch_file(path: Path, stream: BinaryIO) -> Overview:
     beginning = stream.read(len(ZIP))
     stream.seek(0)
     if beginning == ZIP:
-        kind, found = "torch file", _read_zip(stream, path.name)
+        kind, found = (
+            "torch file",
+            read(io.BytesIO(check_archive(stream, path.name)), path.name, _is_expected),
+        )
     else:
         kind, found = _read_pickles(stream, path.name)
     return _overview(path, kind, found, list(_tensors_in(found.value, path.name).values()))
@@ -110,22 +114,26 @@ def _is_expected(name: str) -> bool:
     return _EXPECTED.fullmatch(name) is not None
 
 
-def _read_zip(stream: BinaryIO, name: str) -> PickleContents:
+def check_archive(stream: BinaryIO, name: str) -> bytes:
+    """Returns the pickle in a zip archive of torch; `DamagedCheckpoint` if it is not as torch writes it.
+
+    A compressed member of some kilobytes could fill the memory, and torch checks no CRC.
+    """
     try:
         with zipfile.ZipFile(stream) as archive:
-            (member,) = [
-                about for about in archive.infolist() if re.fullmatch(r"[^/]*/data\.pkl", about.filename)
-            ]
-            if member.compress_type != zipfile.ZIP_STORED or member.file_size > _LARGEST_PICKLE_BYTES:
+            members = archive.infolist()
+            (member,) = [about for about in members if re.fullmatch(r"[^/]*/data\.pkl", about.filename)]
+            packed = [about for about in members if about.compress_type != zipfile.ZIP_STORED]
+            if packed or member.file_size > _LARGEST_PICKLE_BYTES:
                 raise DamagedCheckpoint(
-                    f"{name}: {member.filename} is too large or compressed, unlike any that torch writes"
+                    f"{name}: {(*packed, member)[0].filename!r:.100} is too large or compressed, unlike any that torch "
+                    "writes"
                 )
-            data = archive.read(member)  # checks its CRC, too
+            return archive.read(member)  # checks its CRC, too
     except DamagedCheckpoint:
         raise
-    except (zipfile.BadZipFile, ValueError, RuntimeError, EOFError, struct.error) as error:
+    except (zipfile.BadZipFile, ValueError, RuntimeError, EOFError, struct.error, zlib.error) as error:
         raise DamagedCheckpoint(f"{name}: it is not a zip archive of torch: {error}") from error
-    return read(io.BytesIO(data), name, _is_expected)
 
 
 def _read_pickles(stream: BinaryIO, name: str) -> tuple[str, PickleContents]:

@@ -23,6 +23,7 @@ from headway.checkpoint.format.manifest import (
     ITEM_BYTES,
     LARGEST_HEADER_BYTES,
     MANIFEST,
+    METADATA,
     TensorChunk,
     TensorEntry,
     are_sizes,
@@ -31,6 +32,7 @@ from headway.checkpoint.format.manifest import (
     read_manifest,
 )
 from headway.checkpoint.format.tensor_file import read_into
+from headway.checkpoint.inspect.foreign import check_archive
 from headway.checkpoint.reader import CheckpointReader, TensorReader
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.system import files
@@ -50,6 +52,8 @@ _UNREADABLE = (
     OverflowError, struct.error,
 )  # fmt: skip
 """what torch raises for a damaged file, or for one of another kind: it interprets the bytes of a pickle unchecked"""
+_DEEPEST, _MOST_VALUES = 50, 1_000_000
+"""of what a torch file describes"""
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")  # in messages of torch
 
 
@@ -153,7 +157,7 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    match parse_json(index.name, index.read_bytes()):
+    match parse_json(index.name, files.read_regular(index, follow=True)):
         case {"weight_map": dict(where)} if all(_is_plain_name(name) for name in where.values()):
             return [index.with_name(name) for name in sorted(set(where.values()))]
     raise DamagedCheckpoint(f"{index.name}: it is not an index of weights")
@@ -166,7 +170,7 @@ def _is_plain_name(name: object) -> bool:
 def _is_safetensors(path: Path) -> bool:
     if not path.is_file():
         raise DamagedCheckpoint(f"{path.name}: there is no such file")
-    with path.open("rb") as file:
+    with files.open_regular(path, follow=True) as file:
         # the header begins at byte 8, with a brace that no zip or pickle has there
         return path.suffix == ".safetensors" or file.read(9)[8:] == b"{"
 
@@ -180,9 +184,7 @@ def _read_header(file: CheckpointFile, name: str) -> dict[str, TensorEntry]:
         raise DamagedCheckpoint(f"{name}: its header is not a JSON object")
     first = 8 + size
     return {
-        key: _entry(name, key, value, first, file.bytes)
-        for key, value in header.items()
-        if key != "__metadata__"
+        key: _entry(name, key, value, first, file.bytes) for key, value in header.items() if key != METADATA
     }
 
 
@@ -215,8 +217,10 @@ def _entry(file: str, name: str, value: object, first: int, file_bytes: int) -> 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """Returns the tensors of a torch file by name; if it has more than weights, those of a usual key."""
     try:
-        with path.open("rb") as file:
+        with files.open_regular(path, follow=True) as file:
             zipped = file.read(4) == b"PK\x03\x04"
+            if zipped:
+                check_archive(file, path.name)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except _UNREADABLE as error:
         text = _COLORS.sub("", str(error)).strip()
@@ -228,11 +232,13 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     for _ in range(2):  # such as {"state_dict": {"model": ...}}
         if not isinstance(loaded, Mapping) or any(isinstance(v, torch.Tensor) for v in loaded.values()):
             break
-        inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping) and _flatten(loaded[key])]
+        inside = [
+            key for key in _INSIDE if isinstance(loaded.get(key), Mapping) and _flatten(loaded[key], path)
+        ]
         if not inside:
             break
         loaded = loaded[inside[0]]
-    tensors = _flatten(loaded)
+    tensors = _flatten(loaded, path)
     if not tensors:
         raise UsageError(
             f"{path} has no named tensors: save a state dict, torch.save(net.state_dict(), path)"
@@ -240,13 +246,28 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _flatten(value: object, prefix: str = "") -> dict[str, torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        is_readable = value.layout is torch.strided and value.dtype in dtypes.NAMES
-        return {prefix: value} if prefix and is_readable else {}
+def _flatten(loaded: object, path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors in nested dicts by name. A small file can describe a huge value, which has limits here."""
     found: dict[str, torch.Tensor] = {}
-    for key, part in value.items() if isinstance(value, Mapping) else ():
-        found |= _flatten(part, f"{prefix}.{key}" if prefix else str(key))
+    todo: list[tuple[str, object, int]] = [("", loaded, 0)]
+    seen = 0
+    while todo:
+        name, value, depth = todo.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > _MOST_VALUES:
+            limit = (
+                "is nested too deeply, or contains itself"
+                if depth > _DEEPEST
+                else f"has more than {_MOST_VALUES:,} values"
+            )
+            raise UsageError(f"{path} {limit}: save a state dict alone, torch.save(net.state_dict(), path)")
+        if isinstance(value, Mapping):
+            todo += [
+                (f"{name}.{key}" if name else str(key), part, depth + 1)
+                for key, part in reversed(list(value.items()))
+            ]
+        elif isinstance(value, torch.Tensor) and name and dtypes.problem(value) is None:
+            found[name] = value
     return found
 
 

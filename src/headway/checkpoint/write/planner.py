@@ -198,6 +198,7 @@ def _facts(name: str, tensor: torch.Tensor) -> Any:
     if isinstance(tensor, DTensor):
         shard = (tensor.device_mesh, tensor.placements, tensor.to_local().shape)
     elif kind not in (torch.Tensor, torch.nn.Parameter):
+        dtypes.check(name, tensor)  # a parameter of a lazy module has no shape
         shard = object()  # equal to no other: torch may shard it in other ways
     return (name, tensor.dtype, tensor.shape, tensor.layout, tensor.device, shard)
 
