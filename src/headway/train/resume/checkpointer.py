@@ -32,7 +32,7 @@ from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError, 
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
 from headway.run.job_record import exit_seconds
-from headway.system import files
+from headway.system import environment, files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
 from headway.system.text import format_duration
@@ -41,6 +41,7 @@ from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, end_of_run, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import RankState
+from headway.train.resume.registered import RegisteredSettings, Settings
 from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt, StepMetrics
 from headway.train.resume.unsaved import UnsavedState
 
@@ -76,6 +77,7 @@ class Checkpointer:
         self._metrics, self._validated_at = StepMetrics(settings), -1  # see `Place.validated_at`
         self._saves_root_state = False
         """whether ranks have different weights, so that rank 0 saves its own for all"""
+        self._registered: Settings = {}
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
@@ -112,6 +114,8 @@ class Checkpointer:
 
     def start(self, choice: Choice) -> None:
         """Resumes from the newest complete checkpoint of the run, or saves the first one."""
+        registered = RegisteredSettings(self.run)
+        self._registered = registered.settings
         loaded = self._load(choice)
         self._unsaved.begin()
         self._fingerprints = from_root(partial(state.compare_datasets, self.pipe, loaded and loaded.state))
@@ -130,6 +134,9 @@ class Checkpointer:
             )
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore(loaded)
+        apply = environment.is_on(environment.APPLY)
+        registered.resume(loaded.state["run"]["settings"], apply=apply)
+        self.due = apply  # until a save follows, the checkpoint has the settings from before
         if choice.parent is not None and loaded.path == choice.parent:
             # the checkpoint is in the parent run, and so is the best one
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
@@ -430,6 +437,7 @@ class Checkpointer:
         shared = self._metrics.state_dict() | {"seed": torch.initial_seed(), "datasets": facts["shared"]}
         shared |= {"fingerprints": self._fingerprints, "adapters": state.adapters(pipe)}
         shared["adapter_names"] = state.adapter_names(pipe)
+        shared["settings"] = self._registered
         shared["rates"] = {name: schedule.used_rates() for name, schedule in self.run.schedules.items()}
         if self.run.media and self._before_validation is None:  # a resumed run repeats the whole validation
             self.run.media.save_point(self.run.steps_done)
