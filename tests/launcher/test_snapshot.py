@@ -370,7 +370,7 @@ def test_a_copy_that_fails_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_commit_that_cannot_be_kept_is_a_note(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_FETCH_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(snapshot, "_COPY_TIMEOUT_S", 0.0)
     take(run, "train.py")
     assert "the commit itself could not be kept" in run.info()["code"]["snapshot"]["note"]
     assert runs(run) == "v1 1\n" and not (run.snapshot_dir / ".git").exists()
@@ -392,7 +392,7 @@ def test_a_git_that_is_killed_does_not_pass_for_an_empty_project(
     )
     (tmp_path / "bin" / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with pytest.raises(UsageError, match="git ended with status -9; repair it, or use --dirty live"):
+    with pytest.raises(UsageError, match="git ls-files ended with status -9; repair it, or use --dirty live"):
         take(run, "train.py")
 
 

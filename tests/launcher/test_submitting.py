@@ -23,11 +23,12 @@ from headway.launcher.enqueue import check_target, note_job
 from headway.launcher.program import JobFile, Program, python_command
 from headway.launcher.submit_script import Script
 from headway.launcher.targets import ClusterTarget, Slurm
-from headway.run import Run, source
+from headway.run import Run
 from headway.run.job_record import record_end
 from headway.schedulers.base import JobIds, Queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.system import files
+from headway.system.git import Repository
 from headway.watch.housekeeping import remove
 
 
@@ -306,9 +307,9 @@ def test_a_job_whose_answer_was_lost_is_found_when_it_starts_or_is_submitted_aga
 def test_git_is_asked_once_for_all_runs(how: str, sbatch: Sbatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a network file system it takes seconds to say what has changed, and a sweep has a thousand runs."""
     asked: list[tuple[str, ...]] = []
-    git = source.git
+    ask = Repository.ask
     monkeypatch.setattr(
-        source, "git", lambda cwd, *words, **more: asked.append(words) or git(cwd, *words, **more)
+        Repository, "ask", lambda self, *words, **more: asked.append(words) or ask(self, *words, **more)
     )
     SUBMISSIONS[how]()
     assert [words[0] for words in asked].count("status") == 1 and sbatch.submitted

@@ -1,32 +1,38 @@
 """The code that a run was started from: git commit, branch, uncommitted changes.
 
 Recording the code never fails a run: outside a repository, without git, or if git fails or takes too long, the note of
-the state explains it. git only reads: no index refresh, no monitor hook, no external diff.
+the state explains it. git only reads, and runs nothing that the repository configures (`system/git.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import subprocess
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import final
 
+from headway.system import files
+from headway.system.git import (
+    LARGEST_COMPARED_BYTES,
+    TIMEOUT_S,
+    GitFailure,
+    Repository,
+    open_repository,
+    open_submodule,
+)
 from headway.system.redact import redact
 
-_TIMEOUT_S = 10.0  # per git command: a work tree on a slow file system must not delay a run
-_LONGEST_DIFF_BYTES = 10 << 20
 _MOST_UNTRACKED = 200
-_HOOK_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
-_SETTINGS = (  # the user's configuration must neither change what we read nor run a program
-    "core.fsmonitor=false",
-    "core.safecrlf=false",
-    "core.quotePath=false",
-    f"core.bigFileThreshold={_LONGEST_DIFF_BYTES}",  # a larger file is named, not compared: no gigabytes in memory
-    "diff.autoRefreshIndex=false",  # `git diff` would write the index, whatever GIT_OPTIONAL_LOCKS says
-    "diff.noprefix=false",
-    "diff.mnemonicPrefix=false",
-    "diff.relative=false",
+_POINTER = re.compile(
+    rb"version https://git-lfs\.github\.com/spec/v1\noid sha256:([0-9a-f]{64})\nsize (\d{1,18})\n"
 )
+_POINTER_BYTES = 200
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +53,11 @@ class SourceState:
     """Which fields are incomplete, and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GitAnswer:
-    """The output of a git command; `trouble` is why there is none."""
-
-    out: bytes = b""
-    code: int = 0
-    trouble: str | None = None
-
-
 def describe(
     cwd: Path,
     *,
-    timeout_s: float = _TIMEOUT_S,
-    longest_diff_bytes: int = _LONGEST_DIFF_BYTES,
+    timeout_s: float = TIMEOUT_S,
+    longest_diff_bytes: int = LARGEST_COMPARED_BYTES,
     most_untracked: int = _MOST_UNTRACKED,
 ) -> SourceState:
     """Returns the state of the code in `cwd`; a longer diff or list of untracked names is cut.
@@ -68,59 +65,138 @@ def describe(
     >>> describe(Path("/proc")).commit is None
     True
     """
-    head = git(cwd, "rev-parse", "--verify", "--quiet", "HEAD", timeout_s=timeout_s)
-    if head.trouble:
-        return SourceState(note=head.trouble)
-    commit = head.out.decode().strip() or None
-    status = git(cwd, "status", "--porcelain=v2", "--branch", "-z", timeout_s=timeout_s)
-    options = ("--no-ext-diff", "--no-textconv", "--no-color", "HEAD" if commit else "--cached")
-    diff = git(cwd, "diff", *options, timeout_s=timeout_s)
-    length = len(diff.out)
-    lines = status.out.decode(errors="backslashreplace").split("\0")
-    branch = next((line[14:] for line in lines if line.startswith("# branch.head ")), "(detached)")
-    untracked = [line[2:] for line in lines if line.startswith("? ")]
-    notes = (
-        status.trouble,
-        diff.trouble,
-        "" if commit else "no commit yet: the diff holds what is staged",
-        f"the diff is cut at {longest_diff_bytes} of {length} bytes" if length > longest_diff_bytes else "",
-        f"{most_untracked} of {len(untracked)} untracked names kept"
-        if len(untracked) > most_untracked
-        else "",
-    )
+    notes: list[str] = []
+    try:
+        with open_repository(cwd, timeout_s=timeout_s) as repository:
+            commit = repository.commit()
+            changes = _changes(repository, commit, timeout_s, notes)
+    except GitFailure as failure:
+        return SourceState(note=str(failure))
+    if not commit:
+        notes.append("no commit yet: the diff holds what is staged")
+    if (length := len(changes.diff)) > longest_diff_bytes:
+        notes.append(f"the diff is cut at {longest_diff_bytes} of {length} bytes")
+    if (count := len(changes.untracked)) > most_untracked:
+        notes.append(f"{most_untracked} of {count} untracked names kept")
     return SourceState(
         commit=commit,
-        branch=None if branch == "(detached)" else branch,
-        dirty=any(line.startswith(("1 ", "2 ", "u ")) for line in lines),
-        untracked=tuple(untracked[:most_untracked]),
-        diff=redact(diff.out[:longest_diff_bytes].decode(errors="surrogateescape")),
-        note="; ".join(filter(None, notes)) or None,
+        branch=changes.branch,
+        dirty=changes.is_dirty,
+        untracked=tuple(changes.untracked[:most_untracked]),
+        diff=redact(changes.diff[:longest_diff_bytes].decode(errors="surrogateescape")),
+        note="; ".join(notes) or None,
     )
 
 
-def git(cwd: Path, *command: str, timeout_s: float = _TIMEOUT_S) -> GitAnswer:
-    """Runs a git command in `cwd`; it never raises: the answer has the error.
+@final
+@dataclass(kw_only=True)
+class _Changes:
+    """What differs from the commit in a work tree and its submodules, by names below `prefix`."""
 
-    >>> "not a git repository" in str(git(Path("/proc"), "rev-parse", "HEAD").trouble)
-    True
+    prefix: str = ""
+    branch: str | None = None
+    is_dirty: bool = False
+    untracked: list[str] = field(default_factory=list)
+    diff: bytes = b""
+
+    def read(self, entries: Iterable[bytes], same: Collection[bytes]) -> None:
+        """Reads the output of `git status`; files that are the `same` do not count."""
+        for entry in entries:
+            if entry.startswith(b"# branch.head "):
+                branch = entry.removeprefix(b"# branch.head ").decode(errors="backslashreplace")
+                self.branch = None if branch == "(detached)" else branch
+            elif entry.startswith(b"? "):
+                self.untracked.append(self.prefix + entry[2:].decode(errors="backslashreplace"))
+            elif entry.startswith((b"1 ", b"u ")):
+                self.is_dirty |= entry.split(b" ", 8)[-1] not in same
+
+    def add(self, inner: _Changes) -> None:
+        """Adds the changes of a submodule."""
+        self.is_dirty |= inner.is_dirty
+        self.untracked += inner.untracked
+        self.diff += inner.diff
+
+
+def _changes(
+    repository: Repository, commit: str | None, timeout_s: float, notes: list[str], prefix: str = ""
+) -> _Changes:
+    """Returns the changes of a work tree. Where git fails, a note says why, and the rest is returned.
+
+    git itself would examine submodules by their own configuration, so each is opened as a repository of its own.
     """
-    settings = [part for setting in _SETTINGS for part in ("-c", setting)]
-    environ = {name: value for name, value in os.environ.items() if name not in _HOOK_VARIABLES}
-    environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    changes = _Changes(prefix=prefix)
+    same: list[bytes] = []
+    with _noting(notes, prefix):
+        status = ("status", "--porcelain=v2", "--branch", "-z", "--ignore-submodules=dirty", "--no-renames")
+        entries = repository.ask(*status, timeout_s=timeout_s).split(b"\0")
+        same = list(_unchanged_lfs_files(repository, entries, timeout_s))
+        changes.read(entries, same)
+    with _noting(notes, prefix):
+        options = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
+        prefixes = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
+        left_out = (f":(exclude,literal,top){os.fsdecode(name)}" for name in same)
+        base = "HEAD" if commit else "--cached"
+        changes.diff = repository.ask("diff", *options, *prefixes, base, "--", *left_out, timeout_s=timeout_s)
+    with _noting(notes, prefix):
+        for module in repository.submodules(timeout_s=timeout_s):
+            with _noting(notes, prefix), open_submodule(repository, module, timeout_s=timeout_s) as inner:
+                if inner is not None:
+                    changes.add(_changes(inner, inner.commit(), timeout_s, notes, f"{prefix}{module}/"))
+    return changes
+
+
+@contextmanager
+def _noting(notes: list[str], prefix: str) -> Iterator[None]:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(cwd), *settings, *command],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return GitAnswer(trouble=f"git {command[0]} took longer than {timeout_s:g} s")
-    except OSError as error:
-        return GitAnswer(trouble=f"git could not be started: {error.strerror}")
-    complaint = done.stderr.decode(errors="backslashreplace").strip().removeprefix("fatal: ")
-    if done.returncode and complaint:
-        return GitAnswer(code=done.returncode, trouble=redact(complaint.splitlines()[0]))
-    return GitAnswer(out=done.stdout, code=done.returncode)
+        yield
+    except GitFailure as failure:
+        notes.append(f"{prefix and f'{prefix}: '}{failure}")
+
+
+def _unchanged_lfs_files(
+    repository: Repository, entries: Sequence[bytes], timeout_s: float
+) -> Iterator[bytes]:
+    """Yields the files that differ from the index only because the filter of Git LFS did not run.
+
+    `git lfs install --local` makes it a setting of the repository. The index has a file of three lines, with the size
+    and the checksum of the content.
+    """
+    until = time.monotonic() + timeout_s
+    fields = (entry.split(b" ", 8) for entry in entries if entry.startswith(b"1 .M N"))
+    blobs = {name: blob for _, _, _, _, mode, on_disk, _, blob, name in fields if mode == on_disk}
+    pointers = _small_blobs(repository, set(blobs.values()), timeout_s)
+    for name, blob in blobs.items():
+        if found := _POINTER.fullmatch(pointers.get(blob, b"")):
+            checksum, size = found[1].decode(), int(found[2])
+            if _has_content(repository.root, os.fsdecode(name), checksum, size, until):
+                yield name
+
+
+def _small_blobs(repository: Repository, ids: Collection[bytes], timeout_s: float) -> dict[bytes, bytes]:
+    """Returns the content of those blobs that are small enough for a pointer of Git LFS."""
+    if not ids:
+        return {}
+    lines = repository.ask("cat-file", "--batch-check", given=b"\n".join([*ids, b""]), timeout_s=timeout_s)
+    facts = [line.split() for line in lines.splitlines()]
+    small = [words[0] for words in facts if words[1] == b"blob" and int(words[2]) <= _POINTER_BYTES]
+    content = repository.ask("cat-file", "--batch", given=b"\n".join([*small, b""]), timeout_s=timeout_s)
+    blobs: dict[bytes, bytes] = {}
+    while content:
+        header, _, rest = content.partition(b"\n")
+        blob, _, size = header.split()
+        blobs[blob], content = rest[: int(size)], rest[int(size) + 1 :]
+    return blobs
+
+
+def _has_content(root: Path, name: str, checksum: str, size: int, until: float) -> bool:
+    """Whether a file has this size and SHA-256; False if that is not known in time."""
+    try:
+        with files.open_tree(root) as tree, files.open_inside(tree, name) as file:
+            if os.fstat(file.fileno()).st_size != size:
+                return False
+            digest = hashlib.sha256()
+            while (block := file.read(_BLOCK_BYTES)) and time.monotonic() < until:
+                digest.update(block)
+    except OSError:
+        return False  # it cannot be read, so nobody knows
+    return digest.hexdigest() == checksum

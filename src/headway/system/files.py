@@ -13,8 +13,8 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePath
 from typing import BinaryIO, TypeVar
 
 from headway.errors import StorageError
@@ -24,6 +24,7 @@ T = TypeVar("T")
 _VISIBLE_S = 10.0  # until a network file system shows what another host has written
 LARGEST_BYTES = 1 << 26
 """of a JSON or settings file, which is read as a whole"""
+_SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC  # needs no permission to list
 _NOT_VISIBLE = (errno.ENOENT, errno.ESTALE)
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
 
@@ -104,6 +105,40 @@ def read_regular(path: Path, *, follow: bool = False, most_bytes: int = LARGEST_
     if is_large or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB", str(path))
     return data
+
+
+@contextmanager
+def open_tree(root: Path | int, name: str = ".", *, make: bool = False) -> Iterator[int]:
+    """Opens a directory, or one of this name below another; yields its descriptor. Below `root`, no link is followed.
+
+    `make` makes the directories that are missing, for their owner only.
+
+    >>> with open_tree(Path("project")) as project, open_tree(project, "data/images") as images:
+    ...     os.stat("0.jpg", dir_fd=images)
+    """
+    fd = os.open(root, _SEARCH) if isinstance(root, Path) else os.dup(root)
+    try:
+        for part in PurePath(name).parts:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=fd)
+            inner = os.open(part, _SEARCH | os.O_NOFOLLOW, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_inside(tree: int, name: str) -> BinaryIO:
+    """Opens a regular file below an open directory without following links; `OSError` if there is none."""
+    path = PurePath(name)
+    with open_tree(tree, str(path.parent)) as directory:
+        fd = os.open(path.name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a regular file", name)
+    return os.fdopen(fd, "rb")
 
 
 def open_unnamed(name: str) -> int:

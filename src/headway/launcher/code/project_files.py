@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path, PurePath
-from typing import final
+from typing import TypeVar, final
 
 from headway.errors import UsageError
 from headway.run import has_info
-from headway.run.source import git
+from headway.system.git import GitFailure, Repository, is_safe_name, open_repository, open_submodule
 from headway.system.text import format_bytes
 
 _GIT_TIMEOUT_S = 120.0
@@ -37,6 +39,8 @@ _NOISE = re.compile(
 _RESULTS = re.compile(
     "build|checkpoints|data|datasets|dist|lightning_logs|logs|mlruns|outputs|runs|tmp|wandb"
 )
+T = TypeVar("T")
+
 _CLOSED = "no permission to read it"
 
 
@@ -76,15 +80,15 @@ def gather(script: Path, *, limit: int) -> ProjectFiles:
     PosixPath('/home/me/project')
     """
     directory = script if script.is_dir() else script.parent
-    top = git(directory, "rev-parse", "--show-toplevel")
-    if top.trouble:
-        return _directory(directory, limit, note=top.trouble)
-    root = Path(os.fsdecode(top.out).removesuffix("\n"))
-    if _is_home(root):
-        return _directory(directory, limit, note=f"the repository is all of {root}")
-    code = _work_tree(root)
+    try:
+        with open_repository(directory) as repository:
+            if _is_home(repository.root):
+                raise GitFailure(f"the repository is all of {repository.root}")
+            code = _work_tree(repository)
+    except GitFailure as failure:
+        return _directory(directory, limit, note=str(failure))
     if script.is_file():
-        code = _with_script(code, str(script.relative_to(root)))
+        code = _with_script(code, str(script.relative_to(code.root)))
     code.check_size(limit)
     return code
 
@@ -96,32 +100,31 @@ def _with_script(code: ProjectFiles, name: str) -> ProjectFiles:
     return replace(code, generated=tuple(each for each in code.generated if each != name))
 
 
-def _work_tree(root: Path) -> ProjectFiles:
-    """Returns the files that git tracks below `root`, and the new files that matter; submodules are work trees, too."""
-    head = git(root, "rev-parse", "--verify", "--quiet", "HEAD").out.decode().strip()
-    modules = _submodules(root)
-    is_link = cache(lambda directory: (root / directory).is_symlink())
-    names = {
-        name
-        for name in _names(root, "--cached")
-        if name not in modules
-        and os.path.lexists(root / name)  # else it is deleted, and that is not yet committed
-        # a directory that became a link leads to other files
-        and not any(map(is_link, PurePath(name).parents))
-    }
-    added, generated, left_out = _new_files(root)
+def _work_tree(repository: Repository) -> ProjectFiles:
+    """Returns the files that git tracks, and the new files that matter; submodules are work trees, too."""
+    root = repository.root
+    modules = _asked(repository, lambda: repository.submodules(timeout_s=_GIT_TIMEOUT_S))
+    names = {name for name in _names(repository, "--cached") if name not in modules}
+    names, left_out = _files_on_disk(root, names)
+    added, generated, unwanted = _new_files(repository)
+    left_out += unwanted
     for module in modules:
-        if not (root / module / ".git").exists():
+        try:
+            with open_submodule(repository, module) as opened:
+                inner = opened and _work_tree(opened)
+        except GitFailure as failure:
+            left_out.append(f"{module}/ ({failure})")
+            continue
+        if inner is None:
             left_out.append(f"{module}/ (a submodule that is not checked out)")
             continue
-        inner = _work_tree(root / module)
         names |= {f"{module}/{name}" for name in inner.names}
         added += [f"{module}/{name}" for name in inner.added]
         generated += [f"{module}/{name}" for name in inner.generated]
         left_out += [f"{module}/{name}" for name in inner.left_out]
     return ProjectFiles(
         root=root,
-        commit=head or None,
+        commit=_asked(repository, repository.commit),
         names=tuple(sorted(names | set(added))),
         added=tuple(sorted(added)),
         generated=tuple(sorted(generated)),
@@ -130,15 +133,35 @@ def _work_tree(root: Path) -> ProjectFiles:
     )
 
 
-def _new_files(root: Path) -> tuple[list[str], list[str], list[str]]:
+def _files_on_disk(root: Path, names: Iterable[str]) -> tuple[set[str], list[str]]:
+    """Returns those of the tracked names that are files or links now; others are deleted, and that is not yet
+    committed. What took the place of a file, such as a pipe, is named with the reason."""
+    # a directory that became a link leads to other files
+    is_link = cache(lambda directory: (root / directory).is_symlink())
+    found: set[str] = set()
+    left_out: list[str] = []
+    for name in names:
+        if any(map(is_link, PurePath(name).parents)):
+            continue
+        with suppress(FileNotFoundError, NotADirectoryError):
+            mode = (root / name).lstat().st_mode
+            if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
+                found.add(name)
+            else:
+                left_out.append(f"{name}{'/ ' if stat.S_ISDIR(mode) else ' '}(not a file)")
+    return found, left_out
+
+
+def _new_files(repository: Repository) -> tuple[list[str], list[str], list[str]]:
     """Returns the untracked files that the code may need, those of them that git ignores, and the rest with reasons."""
+    root = repository.root
     is_run = cache(lambda directory: has_info(root / directory))
     verdicts: dict[str, str | None] = {}  # why a name is left out; None: it is copied
     ignored: set[str] = set()
-    for name in _names(root, "--others", "--exclude-standard"):
+    for name in _names(repository, "--others", "--exclude-standard"):
         if not any(map(is_run, PurePath(name).parents)):
             verdicts[name] = _why_not(root / name, _SOURCE, "not tracked by git")
-    for name in _names(root, "--others", "--ignored", "--exclude-standard", "--directory"):
+    for name in _names(repository, "--others", "--ignored", "--exclude-standard", "--directory"):
         hidden_directory = name.startswith(".") and name.endswith("/")  # caches of tools
         noise = hidden_directory or any(map(_NOISE.fullmatch, PurePath(name).parts))
         if noise:
@@ -222,19 +245,26 @@ def _may_read(directory: Path) -> bool:
     return os.access(directory, os.R_OK | os.X_OK, effective_ids=True)
 
 
-def _submodules(root: Path) -> dict[str, str]:
-    """Path and commit of each submodule."""
-    lines = (line.partition("\t") for line in _names(root, "--stage"))
-    return {name: facts.split()[1] for facts, _, name in lines if facts.startswith("160000 ")}
-
-
-def _names(root: Path, *options: str) -> list[str]:
+def _names(repository: Repository, *options: str) -> list[str]:
     """Returns the names that `git ls-files` lists, each once: a file in conflict has several entries."""
-    answer = git(root, "ls-files", "-z", *options, timeout_s=_GIT_TIMEOUT_S)
-    if answer.code or answer.trouble:
-        reason = answer.trouble or f"git ended with status {answer.code}"
-        raise UsageError(f"git cannot list the files of {root}: {reason}; repair it, or use --dirty live")
-    return list(dict.fromkeys(os.fsdecode(name) for name in answer.out.split(b"\0") if name))
+    command = ("ls-files", "-z", *options)
+    names = _asked(repository, lambda: repository.names(*command, timeout_s=_GIT_TIMEOUT_S))
+    if odd := next((name for name in names if not is_safe_name(name.removesuffix("/"))), None):
+        raise UsageError(
+            f"the index of {repository.root} has a file named {odd!r}, which git never writes: the repository was "
+            "tampered with, so nothing is copied from it"
+        )
+    return names
+
+
+def _asked(repository: Repository, ask: Callable[[], T]) -> T:
+    """Returns the answer of git, which a submission cannot do without."""
+    try:
+        return ask()
+    except GitFailure as failure:
+        raise UsageError(
+            f"git cannot list the files of {repository.root}: {failure}; repair it, or use --dirty live"
+        ) from failure
 
 
 def _shortened(names: Iterable[str]) -> tuple[str, ...]:

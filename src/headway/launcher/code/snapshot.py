@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import groupby
 from json import loads
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, final
 from urllib.parse import unquote, urlsplit
 
@@ -25,12 +27,14 @@ from headway.errors import UsageError
 from headway.launcher.code.project_files import ProjectFiles, gather
 from headway.run import Run
 from headway.run.paths import RELATIVE
-from headway.run.source import describe, git
+from headway.run.source import describe
 from headway.system import files
+from headway.system.git import GitFailure, create_repository, open_repository
 
 Dirty = Literal["snapshot", "refuse", "live"]
 MAX_BYTES = 500_000_000
-_FETCH_TIMEOUT_S = 300.0
+_COPY_TIMEOUT_S = 300.0
+_BLOCK_BYTES = 1 << 20
 
 
 @final
@@ -151,8 +155,7 @@ def _publish(code: ProjectFiles, run: Run, start: Path) -> str | None:
     try:
         with files.storage(f"copy the code of {code.root} into {run.code_dir}"):
             files.make_dir(staged)
-            for name in code.names:
-                _copy(code.root, name, staged)
+            _copy_files(code, staged)
             note = _keep_commit(code, staged)
             (staged / start.relative_to(code.root)).mkdir(parents=True, exist_ok=True)  # it may hold no code
             # a copy from a submission that was killed before it was recorded
@@ -165,18 +168,35 @@ def _publish(code: ProjectFiles, run: Run, start: Path) -> str | None:
     return note
 
 
-def _copy(root: Path, name: str, to: Path) -> None:
-    """Copies one file, readable by its owner only; a link stays a link, even one that leads out of the tree."""
-    source, target = root / name, to / name
-    for parent in reversed(target.relative_to(to).parents[:-1]):
-        if not (to / parent).is_dir():
-            files.make_dir(to / parent)
-    if source.is_symlink():
-        aim = Path(os.path.normpath(source.parent / source.readlink()))
-        target.symlink_to(os.path.relpath(aim, source.parent) if aim.is_relative_to(root) else aim)
+def _copy_files(code: ProjectFiles, to: Path) -> None:
+    """Copies the files, readable by their owner only. No link is followed, not even one that appears meanwhile."""
+    with files.open_tree(code.root) as source, files.open_tree(to) as target:
+        for parent, names in groupby(sorted(map(PurePath, code.names)), key=lambda name: name.parent):
+            with (
+                files.open_tree(source, str(parent)) as from_directory,
+                files.open_tree(target, str(parent), make=True) as to_directory,
+            ):
+                for name in names:
+                    _copy(code.root, name, from_directory, to_directory)
+
+
+def _copy(root: Path, name: PurePath, source: int, target: int) -> None:
+    """Copies one file between open directories; a link stays a link, even one that leads out of the tree."""
+    if stat.S_ISLNK(os.stat(name.name, dir_fd=source, follow_symlinks=False).st_mode):
+        parent = root / name.parent
+        aim = Path(os.path.normpath(parent / os.readlink(name.name, dir_fd=source)))
+        kept = os.path.relpath(aim, parent) if aim.is_relative_to(root) else aim
+        os.symlink(kept, name.name, dir_fd=target)
         return
-    shutil.copyfile(source, target, follow_symlinks=False)
-    target.chmod(0o700 if os.access(source, os.X_OK) else 0o600)
+    with files.open_inside(source, name.name) as file:
+        status = os.fstat(file.fileno())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name.name, flags, 0o700 if status.st_mode & 0o111 else 0o600, dir_fd=target)
+        with os.fdopen(fd, "wb") as copy:
+            left = status.st_size  # what another process appends meanwhile may never end
+            while block := file.read(min(left, _BLOCK_BYTES)):
+                copy.write(block)
+                left -= len(block)
 
 
 def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
@@ -186,20 +206,23 @@ def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
     """
     if code.commit is None:
         return None
-    fetch = (
-        "-c core.hooksPath=/dev/null -c gc.auto=0 fetch --quiet --depth=1 --no-tags --no-recurse-submodules"
-    )
-    steps = (
-        ["init", "--quiet", "--template="],
-        [*fetch.split(), code.root.as_uri(), code.commit],
-        ["update-ref", "--no-deref", "HEAD", code.commit],
-        ["read-tree", "HEAD"],
-    )
-    for step in steps:
-        if trouble := git(tree, *step, timeout_s=_FETCH_TIMEOUT_S).trouble:
-            shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are complete
-            return f"the commit itself could not be kept: {trouble}"
-    (tree / ".git" / "FETCH_HEAD").unlink(missing_ok=True)  # git before 2.29 cannot be told to write none
+    try:
+        with open_repository(code.root) as repository:
+            kept = create_repository(tree, commit=code.commit)
+            pack = kept.git_dir / "objects" / "pack" / f"pack-{code.commit}.pack"
+            listed = repository.ask(
+                "rev-list", "--objects", "--no-walk", code.commit, timeout_s=_COPY_TIMEOUT_S
+            )
+            with pack.open("xb") as file:
+                packing = ("pack-objects", "--stdout", "-q")
+                repository.ask(*packing, given=listed, into=file, timeout_s=_COPY_TIMEOUT_S)
+        (kept.git_dir / "shallow").write_text(f"{code.commit}\n")
+        kept.ask("index-pack", str(pack), timeout_s=_COPY_TIMEOUT_S)
+        kept.ask("update-ref", "--no-deref", "HEAD", code.commit)
+        kept.ask("read-tree", "HEAD")
+    except GitFailure as failure:
+        shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are complete
+        return f"the commit itself could not be kept: {failure}"
     return None
 
 
