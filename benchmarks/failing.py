@@ -50,9 +50,11 @@ def one(name: str, how: str, directory: Path) -> tuple[float, int, int]:
     )
     seconds = time.time() - float(mark.read_text())
     lines = done.stderr.splitlines()
-    wanted = {"raise": "ValueError: the third step is cursed", "kill9": "SIGKILL", "exit0": "exit code 0"}[
-        how
-    ]
+    wanted = {
+        "raise": "ValueError: the third step is cursed",
+        "kill9": "SIGKILL",
+        "exit0": "exited with code 0",
+    }[how]
     found = [number for number, line in enumerate(reversed(lines), 1) if wanted in line]
     return seconds, len(lines), found[0] if found else 0
 

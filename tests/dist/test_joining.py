@@ -26,7 +26,7 @@ from headway.dist.control.hub import Hub
 from headway.dist.control.peer import connect_to_hub
 from headway.dist.device import choose_device
 from headway.dist.environment import LaunchEnvironment
-from headway.dist.failure.capture import is_echo
+from headway.dist.failure.capture import is_echo_error
 from headway.dist.failure.record import FailureRecord, format_cause
 from headway.dist.rendezvous import FileRendezvous, HubAddress, StoreRendezvous, listen
 from headway.dist.roster import RankInfo, RankPlacement
@@ -474,4 +474,4 @@ def test_which_gpu_is_mine(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_only_an_echo(error: BaseException, echo: bool) -> None:
-    assert is_echo(error) is echo
+    assert is_echo_error(error) is echo

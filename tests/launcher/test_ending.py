@@ -181,7 +181,8 @@ def test_an_agent_records_how_an_attempt_ended_that_could_not(
     code = Agent(command, nproc=1, environ=environ).run()
     (attempt,) = run.info()["attempts"]
     assert (attempt["status"], attempt["exit_code"]) == expected
-    assert code == (1 if how == "ended" else expected[1] or 0)
+    as_without_headway = 137 if how == "unknown" else expected[1] or 0
+    assert code == (1 if how == "ended" else as_without_headway)
 
 
 def test_an_agent_leaves_the_attempt_of_another_process_alone(run: Run) -> None:
@@ -556,8 +557,64 @@ def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_agai
     assert queued == [True, True, True, True, False]
     said = capsys.readouterr().err
     assert "resumes from the newest checkpoint" not in said, "there was none"
-    assert "ended 3 times with the newest checkpoint at step 5; " in said
+    assert "ended 3 times with the newest checkpoint at step 5; there are no new metric rows; save" in said
     assert f"to resume: sbatch {run.job_script}" in said
+
+
+@pytest.mark.parametrize(
+    ("shows", "queued"),
+    [
+        pytest.param("rows", [True] * 5, id="rows of steps that no start has reached"),
+        pytest.param("same rows", [True] * 2 + [False], id="rows of the same steps again"),
+        pytest.param("files", [True] * 5, id="files of another content"),
+        pytest.param("same files", [True] * 2 + [False], id="files of the same content, under new names"),
+        pytest.param("half a file", [True] * 2 + [False], id="files that were being written at the end"),
+    ],
+)
+def test_a_script_with_checkpoints_of_its_own_is_queued_again_as_long_as_it_gets_further(
+    shows: str,
+    queued: list[bool],
+    run: Run,
+    tmp_path: Path,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    asked = answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit 0\n", ""))
+    target = Slurm(progress=str(own), max_attempts=6)
+    JobFile(program=Program(command=["train"]), target=target).write(run)
+    monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
+    found = []
+    for number in range(7):
+        start(number)
+        with run.metrics_file(0).open("a") as rows:
+            reached = {"rows": 10 * number, "same rows": 10}.get(shows)
+            rows.write(f'{{"step": {reached}, "values": {{}}}}\n' if reached is not None else "")
+        if "file" in shows:
+            file = own / f"model-{number}.pt"
+            file.write_bytes(b"weights" * 100_000 + (b"same" if shows == "same files" else b"%d" % number))
+            if shows != "half a file":
+                os.utime(file, (time.time() - 60,) * 2)
+        asked.clear()
+        assert epilogue.main(str(run.path), "--step", "1") == 143
+        found.append(("scontrol", "requeue", "7") in [command[:3] for command in asked])
+        if not found[-1]:
+            break
+    assert found == [*queued, False] if all(queued) else found == queued, "max_attempts holds in any case"
+    said = capsys.readouterr().err
+    counted = {"rows": "metric rows up to step 40", "files": f"model-4.pt in {own}"}
+    if all(queued):
+        assert f"no checkpoint of headway, but progress: {counted[shows]}\n" in said
+        assert (
+            "not queued again: it was ended 6 times without a checkpoint (max_attempts=6); save more" in said
+        )
+    else:
+        assert (
+            f"ended 3 times without a checkpoint; there are no new metric rows or files in {own}; save more"
+            in said
+        )
 
 
 def test_a_script_whose_end_takes_longer_than_its_job_is_not_queued_for_ever(

@@ -19,7 +19,7 @@ examples:
 
 Exit codes: 0 all ranks succeeded; 1 a rank failed (the last lines say which and why); 2 bad usage;
 74 the storage failed; 75 stopped with a checkpoint; 86 no checkpoint is valid; 93 three attempts made no new step;
-130 Ctrl-C; 143 SIGTERM without a save.
+130 Ctrl-C; 143 SIGTERM without a save. With one process, 1 is replaced by the script's own code.
 """
 
 

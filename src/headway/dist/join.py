@@ -430,6 +430,7 @@ def leave() -> None:
     if group.peer is not None:
         group.peer.close()
     group.call_at_clean_exit()
+    running_clock.stop()
     EXIT_CODE.restore()
     leave_current(group)
     atexit.unregister(leave)

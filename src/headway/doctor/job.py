@@ -28,6 +28,8 @@ NOT_FOR_EXAMINATIONS = (
     "alert",
     "requeue",
     "max_requeues",
+    "max_attempts",
+    "progress",
     "max_restarts",
 )
 """settings of a target that are for training runs: an examination ignores them"""

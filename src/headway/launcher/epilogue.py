@@ -30,7 +30,8 @@ from headway.launcher.step import Step
 from headway.record.alerts import Alert, AlertChannels, AlertEvent, AlertSender, alert_events
 from headway.run import Run
 from headway.run.info import newest_step
-from headway.run.job_record import ends_at_same_step, is_in_last_lines, record_end
+from headway.run.job_record import is_in_last_lines, record_end
+from headway.run.progress import JobProgress
 from headway.run.status import NOT_OF_A_RANK
 from headway.schedulers.base import JobIds
 from headway.system.environment import EARLIER_STARTS
@@ -164,7 +165,7 @@ def _finish(
         logger.error(
             "the agent on %s left no record, and the job's step waited for it: the step was ended", lost_hosts
         )
-    _record_end(run, outcome)
+    _record_end(run, outcome, job.target.progress)
     if code:
         print_last(summary(outcome, records.size * job.target.nproc_per_node))
     requeued = ""
@@ -176,14 +177,14 @@ def _finish(
     return code
 
 
-def _record_end(run: Run, outcome: Outcome) -> None:
+def _record_end(run: Run, outcome: Outcome, progress: str) -> None:
     """Records the end in the run, and adds to the record of a failure where people can read it."""
     record = outcome.get("record") or {}
     if record.get("kind") in NOT_OF_A_RANK:
         record["failure_file"] = str(run.failure_file)
     try:
         if not record.get("locked_out"):  # else another job owns the run, and may have ended meanwhile
-            record_end(run, int(outcome["exit_code"]), error=reason(outcome) or None)
+            record_end(run, int(outcome["exit_code"]), error=reason(outcome) or None, progress=progress)
             if record.get("kind") in NOT_OF_A_RANK:
                 run.write_failure(record, overwrite=True)
     except StorageError as error:  # the storage may be the cause; the exit code stays the one of the outcome
@@ -255,15 +256,26 @@ def _newest_step(run: Run) -> int | None:
 
 def _why_hopeless(run: Run, job: JobFile) -> str | None:
     """Returns, in a sentence, why another start would end like the last ones; None if it may get further."""
-    ends, step = ends_at_same_step(run), _newest_step(run)
-    if ends < _SAME_STEP_ENDS:
+    progress, step, target = JobProgress.read(run), _newest_step(run), job.target
+    if progress is None:
         return None
+    capped = progress.same_step_ends >= target.max_attempts
+    if progress.idle_ends < _SAME_STEP_ENDS and not capped:
+        if progress.counted:
+            logger.info("no checkpoint of headway, but progress: %s", progress.counted)
+        return None
+    ends = progress.same_step_ends if capped else progress.idle_ends
     if is_in_last_lines(run):
         how = "after the training was done, in the rest of its script"
         advice = "give it more time with --time"
     else:
         how = "without a checkpoint" if step is None else f"with the newest checkpoint at step {step:,}"
-        advice = "save more often, or give it more time with --time or --signal-lead"
+        how += f" (max_attempts={target.max_attempts})" if capped else ""
+        own = f" or files in {target.progress}" if target.progress else ""
+        advice = "" if capped else f"there are no new metric rows{own}; "
+        advice += "save more often, or give it more time with --time or --signal-lead"
+        if not target.progress:
+            advice += "; if the script keeps checkpoints of its own, name their directory with --progress"
     resume = job.target.scheduler.submit_command(run.job_script)
     return f"not queued again: it was ended {ends} times {how}; {advice}; to resume: {resume}"
 

@@ -117,6 +117,8 @@ class ClusterTarget(Target):
     signal_lead: int = 120
     requeue: bool = True
     max_requeues: int = 100
+    max_attempts: int = 20
+    progress: str = ""
     max_restarts: int = 0
 
     @property
@@ -258,6 +260,13 @@ class Slurm(ClusterTarget):
     )
     requeue: bool = option(True, "queue the job again when it was stopped with a checkpoint")
     max_requeues: int = option(100, "how many times to queue the job again at most")
+    max_attempts: int = option(
+        20, "how many starts in a row may end at the time limit without a checkpoint of headway"
+    )
+    progress: str = option(
+        "",
+        "where a script keeps checkpoints of its own: a new file there counts as progress at the time limit",
+    )
     max_restarts: int = option(0, "restarts on the same nodes after a crash, as long as each made progress")
 
     def __post_init__(self) -> None:
@@ -266,7 +275,9 @@ class Slurm(ClusterTarget):
         _at_least(1, self.cpus_per_task, "cpus_per_task")
         _at_least(1, self.array_limit, "array_limit")
         _at_least(0, self.max_requeues, "max_requeues")
+        _at_least(1, self.max_attempts, "max_attempts")
         _at_least(0, self.max_restarts, "max_restarts")
+        self._set("progress", str(Path(self.progress).absolute()) if self.progress else "")
         for name in ("mem", "time"):  # YAML reads a number where SLURM wants text
             value = getattr(self, name)
             self._set(name, value if value is None else str(value))

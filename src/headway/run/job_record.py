@@ -16,7 +16,8 @@ from typing import Any, final
 
 from headway.errors import TERMINATED, HeadwayError, Stopped, UsageError
 from headway.run.directory import Run
-from headway.run.info import is_end_of, newest_step, read_end, read_json
+from headway.run.info import is_end_of, read_end, read_json
+from headway.run.progress import JobProgress
 from headway.system import files, jsonlines
 from headway.system.jsonlines import JsonLinesWriter, is_time
 from headway.system.locks import ProcessIdentity
@@ -72,8 +73,10 @@ def last_output(run: Run) -> float | None:
     return None
 
 
-def record_end(run: Run, code: int, *, error: str | None = None) -> None:
+def record_end(run: Run, code: int, *, error: str | None = None, progress: str = "") -> None:
     """Records that the job of a run ended; its supervisor, which has the exit code, calls this.
+
+    `progress` is where a script keeps checkpoints of its own.
 
     Records nothing if another process trains in the run: this job was refused, or was replaced.
     """
@@ -91,9 +94,7 @@ def record_end(run: Run, code: int, *, error: str | None = None) -> None:
     }
     # the job ended before it could save, or after training, with nothing left to save
     if code == TERMINATED or (code == Stopped.exit_code and is_in_last_lines(run)):
-        step, before = newest_step(run.path), read_json(run.ended_file) or {}
-        same = "newest_step" in before and before["newest_step"] == step
-        facts |= {"newest_step": step, "same_step_ends": before["same_step_ends"] + 1 if same else 1}
+        facts["progress"] = JobProgress.after(run, progress).to_dict()
     with files.storage(f"write {run.ended_file}"):
         files.write_atomic(run.ended_file, json.dumps(facts).encode())
 
@@ -141,14 +142,6 @@ def exit_seconds(run: Run) -> float:
     A job must save at least that long before its time limit, since it is requeued only after ranks and agents end.
     """
     return float((read_json(run.ended_file) or {}).get("exit_s") or 0.0)
-
-
-def ends_at_same_step(run: Run) -> int:
-    """Returns how many jobs of this run in a row ended without progress, with the same newest checkpoint or none.
-
-    They were ended by SIGTERM before they could save, or in the rest of the script after training.
-    """
-    return int((read_json(run.ended_file) or {}).get("same_step_ends", 0))
 
 
 def is_in_last_lines(run: Run) -> bool:

@@ -56,34 +56,39 @@ class RunningClock:
 
 RUNNING_CLOCK = RunningClock(longest_s=_LONGEST_S)
 """the clock of this process, once `start` was called; until then all time counts"""
-_starting = threading.Lock()
+_ended = threading.Event()
 _thread: threading.Thread | None = None
 
 
 def start() -> None:
     """Starts the thread that ticks. Native code that holds the interpreter lock stops it, too."""
     global _thread
-    with _starting:
-        if _thread is None:
-            RUNNING_CLOCK.tick()
-            _thread = threading.Thread(target=_tick_forever, name="headway clock", daemon=True)
-            _thread.start()
+    if _thread is None:
+        _ended.clear()
+        RUNNING_CLOCK.tick()
+        _thread = threading.Thread(target=_tick_until_stop, name="headway clock", daemon=True)
+        _thread.start()
 
 
-def _tick_forever() -> None:
-    while True:
-        time.sleep(_TICK_S)
+def stop() -> None:
+    """Ends the thread."""
+    global _thread
+    if _thread is not None:
+        _ended.set()
+        _thread.join()
+        _in_forked_child()
+
+
+def _tick_until_stop() -> None:
+    while not _ended.wait(_TICK_S):
         RUNNING_CLOCK.tick()
 
 
 def _in_forked_child() -> None:
-    """Lets all time count again: the thread does not exist there."""
+    """Lets all time count again: no thread ticks there."""
     global _thread
     _thread = None
     RUNNING_CLOCK.forget()
 
 
-os.register_at_fork(
-    before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
-)
 os.register_at_fork(after_in_child=_in_forked_child)

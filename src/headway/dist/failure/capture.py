@@ -1,13 +1,11 @@
 """Records uncaught exceptions, and exits from a process that may be stuck.
 
-An error that only follows from another rank's exit, such as "connection reset by peer" in a collective, is marked as an
-echo and never counts as the cause.
+An error that only follows from another rank's exit is marked as an echo: see `echo`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import select
 import socket
 import sys
@@ -16,6 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from types import TracebackType
 
+from headway.dist.failure.echo import is_echo
 from headway.dist.failure.exit_deadline import exit_within
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.record import FailureRecord
@@ -26,15 +25,6 @@ from headway.system.redact import redact
 _FLUSH_S = 2.0
 """how long a process that exits may wait for the reader of its output"""
 _READER = "the process that read it was ended; under SLURM that is slurmstepd on this node"
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket (timeout|closed)|timed out (after )?waiting|"
-    r"remote process (has terminated|exited)|communicator was aborted|connection was likely closed|"
-    r"failed to (recv|send)|recvvalue failed|sendbytes failed",
-    re.IGNORECASE,
-)
-_PROCESS_GROUP = re.compile(r"/gloo/|\bNCCL\b|\bc10d\b")
-"""found in plain RuntimeErrors from torch's process group: gloo's begin with the file and line that raised them"""
-
 _LONGEST_TEXT = 100_000
 """characters of an error that are recorded: three such texts fit into a message to the hub, in any alphabet"""
 
@@ -85,7 +75,7 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "sentence": sentence,
         "exit_code": INTERRUPTED if interrupted else own_code,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "echo": is_echo(error) and not unread,
+        "echo": is_echo_error(error) and not unread,
         "locked_out": isinstance(error, RunLocked),
     }
 
@@ -113,14 +103,12 @@ def _is_unread() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def is_echo(error: BaseException) -> bool:
-    """Returns whether this error only shows that another rank has exited: the process group has lost its connection.
-
-    A lost connection of anything else, such as an upload, is an error of this rank, whatever the others do.
-    """
+def is_echo_error(error: BaseException) -> bool:
+    """Returns whether this error only shows that another rank has exited."""
+    kind = type(error)
+    names = (f"{each.__module__}.{each.__qualname__}".removeprefix("builtins.") for each in kind.__mro__)
     text = _text(error)
-    of_group = type(error).__module__ == "torch.distributed" or _PROCESS_GROUP.search(text) is not None
-    return isinstance(error, RuntimeError) and of_group and _LOST_PEER.search(text) is not None
+    return any(is_echo(name, text) for name in names)
 
 
 def hard_exit(code: int, last_words: str = "") -> None:

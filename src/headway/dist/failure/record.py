@@ -72,8 +72,10 @@ def format_cause(record: Mapping[str, Any], world_size: int, where: Path | str |
     else:
         hint = f": {record['hint']}" if record.get("hint") else ""
         text = f"headway: {who} {record['error']}{doing}{hint}\n"
-        for more in (record.get("output"), record.get("traceback")):
-            text += f"\n{str(more).rstrip()}\n" if more else ""
+        if record.get("output"):
+            text += f"\n{str(record['output']).rstrip()}\n"
+        if record.get("traceback"):  # of another rank, which this one has left: the cause comes last
+            text = f"{str(record['traceback']).rstrip()}\n\n{text}"
     return text + (f"record: {where}\n" if where is not None else "")
 
 

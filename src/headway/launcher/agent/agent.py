@@ -30,10 +30,12 @@ from headway.dist.failure import heartbeat
 from headway.dist.failure.hang import format_ranks
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
 from headway.launcher.agent.environment import AgentPlacement, cpu_shares, kernel_caches, rank_environment
+from headway.launcher.agent.foreground import Foreground
 from headway.launcher.agent.launch_records import Outcome
 from headway.launcher.agent.outcome import first_failure, is_crash, reason, record_failure, summary
 from headway.launcher.agent.process import RankProcess, start_rank, work_in_child
 from headway.launcher.agent.scratch import scratch_directory
+from headway.launcher.agent.stderr import StderrRelay
 from headway.launcher.agent.team import Team
 from headway.launcher.agent.watchdog import Watchdog, with_run
 from headway.run import Run
@@ -51,6 +53,8 @@ _GRACE_S = 2.0
 """seconds between a rank's failure, SIGTERM to the rest, and SIGKILL"""
 _STOP_GRACE_S = 60.0
 """the same after a rank has stopped with a checkpoint: the others may still be writing theirs"""
+_DRAIN_S = 2.0
+"""how long the output of ranks that have ended may take to be read: a process that one has left may keep it open"""
 _STARTUP_S = 60.0
 """seconds that a rank may take to install its signal handlers; until then a stop request is repeated"""
 _REPEAT_S = 5.0
@@ -108,6 +112,8 @@ class Agent:
         self._repeat_s = repeat_s
         self._began = format_time(datetime.now(UTC))
         self._running: list[RankProcess] = []
+        self._relay = StderrRelay()  # of this round
+        self._foreground: Foreground | None = None
         self._ended: dict[int, int] = {}  # rank -> return code, in the order in which they ended
         self._pids: dict[int, int] = {}
         self._signals: list[int] = []
@@ -157,7 +163,10 @@ class Agent:
                 if not team.agree_on_restart(partial(self._may_restart, before)):
                     break
                 logger.warning("restart %d of at most %d", number + 1, self._max_restarts)
-            return int(outcome["exit_code"])
+            code, status = int(outcome["exit_code"]), self._ended.get(0, 1)
+            if code == 1 and self._is_alone:  # as without headway
+                return status if status > 0 else 128 - status
+            return code
         except SystemExit as stop:
             code = int(stop.code or 0)
             team.mark_ended(code)
@@ -253,30 +262,53 @@ class Agent:
             beats.mkdir()
         shares = cpu_shares(placement.nproc, self._environ)
         self._ended, self._pids = {}, {}
+        relay = self._relay = StderrRelay()
+        self._foreground = Foreground() if self._is_alone else None
         for index in range(placement.nproc):
             environ = self._environ | rank_environment(placement, index, self._environ)
             if schedulers.node(self._environ) or placement.nodes > 1:
                 environ |= kernel_caches(placement.first_local_rank + index, self._environ)
             environ[environment.RENDEZVOUS] = str(team.round_dir / "rendezvous.json")
             environ[environment.HEARTBEAT] = str(beats)
-            with self._holding_signals():
-                rank = start_rank(
-                    self._command,
-                    number=placement.first_rank + index,
-                    environ=environ,
-                    cwd=self._cwd,
-                    cpus=shares[index] if shares else None,
-                )
-                self._running.append(rank)
-                self._pids[rank.number] = rank.process.pid
+            self._start(
+                placement.first_rank + index,
+                environ,
+                shares[index] if shares else None,
+            )
+        relay.start()
         ranks = range(placement.first_rank, placement.first_rank + placement.nproc)
         self._supervise(team, Watchdog(beats, ranks=ranks, world_size=placement.world_size))
         if self._leave_at is not None:
             return self._leave(team, beats)
+        relay.finish(_DRAIN_S)
         managed = any(heartbeat.read(beats, rank) for rank in ranks)
         own = self._outcome(team, beats)
         self._end_attempt(beats, own)
         return self._conclude(team, own, placement.world_size, managed=managed)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is one rank, which is treated as if it had been started without headway."""
+        return self._team is None and self._nproc == 1
+
+    def _start(self, number: int, environ: Mapping[str, str], cpus: set[int] | None) -> None:
+        stderr = None if self._is_alone else self._relay.open(number)
+        try:
+            with self._holding_signals():
+                rank = start_rank(
+                    self._command,
+                    number=number,
+                    environ=environ,
+                    cwd=self._cwd,
+                    cpus=cpus,
+                    stderr=stderr,
+                    foreground=self._foreground,
+                )
+                self._running.append(rank)
+                self._pids[number] = rank.process.pid
+        finally:
+            if stderr is not None:
+                os.close(stderr)
 
     def _supervise(self, team: Team, watchdog: Watchdog) -> None:
         """Waits for all ranks. Once one has failed, here or elsewhere, the others have a grace period to end."""
@@ -295,6 +327,8 @@ class Agent:
                 deadlines = [(now + grace, signal.SIGTERM), (now + 2 * grace, signal.SIGKILL)]
             while deadlines and now >= deadlines[0][0]:
                 self._end_late(deadlines.pop(0)[1])
+            if self._foreground is not None and self._running:
+                self._foreground.follow(self._running[0].process.pid)
             self._repeat_stop_request(now)
             if self._leave_at is not None:
                 self._reap_killed()
@@ -314,6 +348,10 @@ class Agent:
         # second signal ends it
         was_stopped = -status in STOP_REQUESTS and -status in self._signals
         self._ended[rank.number] = Stopped.exit_code if was_stopped else status
+        if self._foreground is not None:
+            self._foreground.leave()
+            if status == -signal.SIGINT:  # by the terminal, which does not tell this process
+                self._signals.append(signal.SIGINT)
 
     def _end_late(self, number: signal.Signals) -> None:
         """Ends the ranks that have not exited in time, and logs which: their output may not say why they end."""
@@ -436,7 +474,9 @@ class Agent:
         """Returns how the ranks of this agent ended."""
         if not any(self._ended.values()):  # a signal that came too late has changed nothing
             return {"exit_code": 0, "record": None}
-        record = first_failure(team.failure_file, self._ended, self._pids)
+        record = first_failure(team.failure_file, self._ended, self._pids, self._relay.ranks)
+        if record.get("echo"):
+            team.wait_outcome(self._grace_s)  # the cause may be a rank of another agent
         if record["kind"] == "vanished" and record["rank"] not in self._ended:
             team.wait_outcome(self._grace_s)  # the agent of that rank has its exit status
         if record["exit_code"] == Stopped.exit_code:

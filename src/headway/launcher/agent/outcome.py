@@ -7,20 +7,31 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from headway.dist.failure.record import FailureRecord, describe_exit_status, format_cause, is_native_crash
+from headway.dist.failure.record import (
+    FailureKind,
+    FailureRecord,
+    describe_exit_status,
+    format_cause,
+    is_native_crash,
+)
 from headway.errors import HeadwayError
+from headway.launcher.agent.stderr import RankStderr, error_line, is_echo_of_another
 from headway.run import Run
 from headway.run.exit_codes import EXIT_CODES
 from headway.run.status import describe_failure
 from headway.system import files
 from headway.system.jsonlines import parse_json
 from headway.system.log import logger
+from headway.system.redact import redact
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 """signals that others send: the output of the process does not explain them"""
+_LEFT = "ended early (it returned, or called sys.exit) while the others still worked"
 _TAIL_LINES, _TAIL_BYTES = 8, 8192
 
 
@@ -53,8 +64,16 @@ def reason(outcome: Mapping[str, Any]) -> str:
     return describe_failure(record)
 
 
-def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int]) -> FailureRecord:
-    """Returns the first cause that the ranks recorded, with the exit status that only their parent process has."""
+def first_failure(
+    path: Path,
+    ended: Mapping[int, int],
+    pids: Mapping[int, int],
+    outputs: Mapping[int, RankStderr] = MappingProxyType({}),
+) -> FailureRecord:
+    """Returns the first cause that the ranks recorded, with the exit status that only their parent process has.
+
+    Ranks that do not use headway record nothing: `outputs` shows which of them failed first.
+    """
     if files.is_listed(path):
         record: FailureRecord = parse_json(files.read_regular(path))
         rank = record.get("rank")
@@ -70,15 +89,71 @@ def first_failure(path: Path, ended: Mapping[int, int], pids: Mapping[int, int])
                 record["exit_code"] = status
             _complete(record)
         return record
-    rank, status = next((rank, status) for rank, status in ended.items() if status)
+    return _first_by_output(ended, pids, outputs)
+
+
+def _first_by_output(
+    ended: Mapping[int, int], pids: Mapping[int, int], outputs: Mapping[int, RankStderr]
+) -> FailureRecord:
+    """Returns the first cause among ranks that have recorded none: a traceback, an exit status, or an early end.
+
+    What others write because of it (echoes) comes later or sooner: a rank that fails may take long to exit.
+    """
+    failed = {rank: status for rank, status in ended.items() if status}
+    tracebacks = {
+        rank: text
+        for rank, status in failed.items()
+        if status not in EXIT_CODES and -status not in (signal.SIGINT, *_FROM_OUTSIDE) and rank in outputs
+        if (text := outputs[rank].traceback()) is not None
+    }
+    echoes = [rank for rank, text in tracebacks.items() if is_echo_of_another(text)]
+    if raised := [rank for rank in tracebacks if rank not in echoes]:
+        rank = min(raised, key=lambda each: outputs[each].traced)
+        text, at = tracebacks[rank], outputs[rank].traced
+        return _record("exception", rank, pids, error=error_line(text), traceback=text, at=at)
+    left = [rank for rank, status in ended.items() if not status or _has_left(status, outputs.get(rank))]
+    if echoes and left and not [rank for rank in failed if rank not in (*echoes, *left)]:
+        return _record("left", left[0], pids, error=_LEFT)
+    rank = next((rank for rank in failed if rank not in echoes), next(iter(failed)))
+    if rank in echoes:
+        text, at = tracebacks[rank], outputs[rank].traced
+        return _record("exception", rank, pids, error=error_line(text), traceback=text, echo=True, at=at)
+    status = failed[rank]
+    hint = None if -status in _FROM_OUTSIDE else "its own output, above, says why"
+    record = _record("exit", rank, pids, error=describe_exit_status(status), hint=hint)
+    record["exit_code"] = status if status in EXIT_CODES else 1
+    if rank in outputs and status not in EXIT_CODES and (lines := outputs[rank].text().splitlines()):
+        record["output"], record["hint"] = redact("\n".join(lines[-_TAIL_LINES:])), None
+    return record
+
+
+def _has_left(status: int, output: RankStderr | None) -> bool:
+    """Whether the script of a rank had ended when its interpreter aborted, in the destructors of torch."""
+    return -status == signal.SIGABRT and output is not None and output.was_torn_down()
+
+
+def _record(
+    kind: FailureKind,
+    rank: int,
+    pids: Mapping[int, int],
+    *,
+    error: str,
+    traceback: str | None = None,
+    hint: str | None = None,
+    echo: bool = False,
+    at: float = 0.0,
+) -> FailureRecord:
     return {
-        "kind": "exit",
+        "kind": kind,
         "rank": rank,
         "host": socket.gethostname(),
         "pid": pids[rank],
-        "error": describe_exit_status(status),
-        "hint": None if -status in _FROM_OUTSIDE else "its own output, above, says why",
-        "exit_code": status if status in EXIT_CODES else 1,
+        "error": redact(error),
+        "traceback": traceback and redact(traceback),
+        "hint": hint,
+        "exit_code": 1,
+        "echo": echo,
+        "time": datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds"),
     }
 
 

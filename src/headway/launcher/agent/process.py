@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
+from headway.launcher.agent.foreground import Foreground
 from headway.system.log import logger
 
 _POLL_S = 0.01
@@ -55,9 +56,14 @@ def start_rank(
     number: int,
     environ: Mapping[str, str],
     cwd: str | None = None,
+    stderr: int | None = None,
+    foreground: Foreground | None = None,
     cpus: set[int] | None = None,
 ) -> RankProcess:
-    """Starts a rank in a process group of its own, on these CPUs if any are given."""
+    """Starts a rank in a process group of its own, on these CPUs and with this standard error if any are given.
+
+    With `foreground`, it reads the standard input of this process.
+    """
 
     def prepare() -> None:  # in the child, before the program
         if sys.platform == "linux":
@@ -65,12 +71,20 @@ def start_rank(
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             if cpus is not None:
                 os.sched_setaffinity(0, cpus)
+        if foreground is not None:
+            foreground.enter()
         # until the rank has its handlers, a stop request must not kill it; the agent repeats the request
         for ignored in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(ignored, signal.SIG_IGN)
 
     process = subprocess.Popen(
-        command, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=prepare
+        command,
+        env=environ,
+        cwd=cwd,
+        stdin=None if foreground is not None else subprocess.DEVNULL,
+        stderr=stderr,
+        process_group=0,
+        preexec_fn=prepare,
     )
     return RankProcess(number=number, process=process, started=time.monotonic())
 
