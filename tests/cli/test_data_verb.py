@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,39 @@ def test_count(laion: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].split() == ["all", "2", "12"]
     assert main(["data", "count", "layon"]) == 2
     assert "did you mean 'laion'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["files", "image", "class", "mds"])
+def test_pack_follows_no_link_out_of_the_directory(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "1.jpg").write_bytes(b"secret")
+    (tmp_path / "in").mkdir()
+    match kind:
+        case "files":
+            (tmp_path / "in" / "0.jpg").write_bytes(b"mine")
+            (tmp_path / "in" / "1.jpg").symlink_to("../elsewhere/1.jpg")
+        case "image":
+            (tmp_path / "in" / "cat").mkdir()
+            (tmp_path / "in" / "cat" / "0.jpg").write_bytes(b"mine")
+            (tmp_path / "in" / "cat" / "1.jpg").symlink_to("../../elsewhere/1.jpg")
+            (tmp_path / "in" / "cat" / "2.jpg").symlink_to("0.jpg")
+        case "class":
+            (tmp_path / "in" / "cat").symlink_to("../elsewhere")
+        case "mds":
+            shutil.copytree(
+                Path(__file__).parents[1] / "fixtures" / "mds", tmp_path / "in", dirs_exist_ok=True
+            )
+            shard = next((tmp_path / "in").glob("*.mds"))
+            shard.rename(tmp_path / "elsewhere" / shard.name)
+            shard.symlink_to(tmp_path / "elsewhere" / shard.name)
+    assert main(["data", "pack", "in", "out"]) == 2
+    said = capsys.readouterr().err
+    assert "is a link to" in said and "elsewhere" in said and "--follow-links" in said
+    assert not list((tmp_path / "out").glob("*.tar"))
+    assert main(["data", "pack", "--follow-links", "in", "out"]) == 0
+    assert len(list((tmp_path / "out").glob("*.tar"))) == 1
 
 
 def test_pack_add_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

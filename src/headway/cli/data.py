@@ -246,6 +246,8 @@ class PackOptions(_DataOptions):
     """shuffle the samples; a loader mixes a sample only with those that are stored near it"""
     seed: Annotated[int, natural] = 0
     """seed of the random order"""
+    follow_links: bool = False
+    """also pack what links that lead out of the directory point to"""
 
 
 def _pack(argv: list[str]) -> int:
@@ -261,6 +263,7 @@ def _pack(argv: list[str]) -> int:
             shard_size=options.shard_mb * 10**6,
             shuffle=options.shuffle,
             seed=options.seed,
+            follow_links=options.follow_links,
             done=lambda path: report(f"{path.name} is done"),
         )
     held = sum(path.stat().st_size for path in paths)

@@ -23,26 +23,32 @@ _MAX_KINDS = 5  # extensions of skipped files that a warning lists
 
 
 def directory_samples(
-    directory: Path, seed: int | None, out: Path
+    directory: Path, seed: int | None, out: Path, *, follow_links: bool
 ) -> tuple[Iterator[dict[str, Any]], list[str] | None]:
     """Returns the samples in a directory, and the names of its classes, if it has any.
 
     They are shuffled by `seed`; if it is None, they are sorted by name. The output directory `out` is not a class.
+    A link that leads out of the directory is refused unless `follow_links`.
     """
     if not directory.is_dir():
         raise UsageError(
             f"{directory} is not a directory: give one with a directory of images for each class, or with files"
         )
+    inside = None if follow_links else directory
     if is_mds(directory):
+        for path in directory.rglob("*"):
+            _check_link(path, inside)
         return _by_place(mds_shards(directory), seed), None
     with storage(f"list {directory}"):
         output = out.resolve()
         skipped = output.name if output.parent == directory.resolve() else None
         entries = sorted(path for path in directory.iterdir() if path.name[0] != "." and path.name != skipped)
+    for path in entries:
+        _check_link(path, inside)
     classes = [path for path in entries if path.is_dir()]
     files = [path for path in entries if path.is_file()]
     if classes and not files:
-        return _by_class(classes, seed), [path.name for path in classes]
+        return _by_class(classes, seed, inside), [path.name for path in classes]
     if files and not classes:
         return _by_name(files, seed), None
     raise UsageError(
@@ -60,8 +66,17 @@ def shuffled(items: Iterable[T], seed: int | None) -> Iterable[T]:
     return listed
 
 
-def _by_class(classes: list[Path], seed: int | None) -> Iterator[dict[str, Any]]:
-    for number, name in shuffled(_images(classes), seed):
+def _check_link(path: Path, inside: Path | None) -> None:
+    """Refuses a link that leads out of the directory `inside`: what it points to would be packed, such as a key."""
+    if inside is not None and path.is_symlink() and not path.resolve().is_relative_to(inside.resolve()):
+        raise UsageError(
+            f"{path} is a link to {path.readlink()}, outside {inside}: remove it, or pack what links point to with "
+            "--follow-links (follow_links=True)"
+        )
+
+
+def _by_class(classes: list[Path], seed: int | None, inside: Path | None) -> Iterator[dict[str, Any]]:
+    for number, name in shuffled(_images(classes, inside), seed):
         image = classes[number] / name
         yield {
             "__key__": _class_key(number, name),
@@ -70,7 +85,7 @@ def _by_class(classes: list[Path], seed: int | None) -> Iterator[dict[str, Any]]
         }
 
 
-def _images(classes: list[Path]) -> Iterator[tuple[int, str]]:
+def _images(classes: list[Path], inside: Path | None) -> Iterator[tuple[int, str]]:
     """Yields the class number and the path within the class directory of each image; hidden files are skipped
     silently."""
     others = Counter[str]()
@@ -83,6 +98,7 @@ def _images(classes: list[Path]) -> Iterator[tuple[int, str]]:
             if image.suffix.lower() not in _IMAGES:
                 others[image.suffix or image.name] += 1
             else:
+                _check_link(image, inside)
                 key = _class_key(number, name)
                 if key in keys:
                     raise UsageError(f"{image} has the __key__ {key!r} of another image: rename one of them")

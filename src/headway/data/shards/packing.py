@@ -40,6 +40,7 @@ def pack(
     name: str = "shard",
     shuffle: bool | None = None,
     seed: int = 0,
+    follow_links: bool = False,
     done: Callable[[Path], None] | None = None,
 ) -> list[Path]:
     """Writes samples into `out/shard-000000.tar` and so on, at most `shard_size` bytes each, and returns the paths.
@@ -48,6 +49,7 @@ def pack(
     can hold (`json`), of Python, numpy or torch. `source` may also be a directory. One with a directory of images per
     class is packed as `jpg` and `cls`, with classes numbered in the order of their names, which `classes.json` lists;
     in one with files only, `a.jpg` and `a.json` are one sample. MDS datasets of Streaming are packed by their columns.
+    Links that lead out of the directory are refused, unless `follow_links`.
     `done` is called with each finished shard. If packing is interrupted, loaders warn that shards are missing.
 
     The samples of a directory are shuffled by `seed`, because a loader mixes samples only with those that are stored
@@ -61,7 +63,13 @@ def pack(
     if shard_size < RECORD_BYTES:
         raise UsageError(f"shard_size={shard_size}: use at least {RECORD_BYTES} bytes")
     _check_free(out, name)
-    samples, classes = _ordered(source, out, None if shuffle is False else seed, required=bool(shuffle))
+    order = None if shuffle is False else seed
+    samples: Iterable[Mapping[str, Any]]
+    classes: list[str] | None = None
+    if isinstance(source, str | Path):
+        samples, classes = directory_samples(Path(source), order, out, follow_links=follow_links)
+    else:
+        samples = _ordered(source, order, required=bool(shuffle))
     labels, paths = LabelOrder(), list[Path]()
     if shuffle is None and not isinstance(source, str | Path):
         samples = _watched(samples, labels)
@@ -136,19 +144,17 @@ def _try_lock(lock: FileLock) -> bool:
 
 
 def _ordered(
-    source: Iterable[Mapping[str, Any]] | str | Path, out: Path, seed: int | None, *, required: bool
-) -> tuple[Iterable[Mapping[str, Any]], list[str] | None]:
-    """Returns samples in packing order, and the names of classes, if there are any; shuffles a list if required."""
-    if isinstance(source, str | Path):
-        return directory_samples(Path(source), seed, out)
+    source: Iterable[Mapping[str, Any]], seed: int | None, *, required: bool
+) -> Iterable[Mapping[str, Any]]:
+    """Returns samples in packing order: shuffles a list if required."""
     if not required:
-        return source, None
+        return source
     if not isinstance(source, Sequence):
         raise UsageError(
             f"shuffle=True with a {type(source).__name__}, which yields samples one by one: give a list, or shuffle "
             "the data that it reads"
         )
-    return shuffled(source, seed), None
+    return shuffled(source, seed)
 
 
 def _some(samples: Iterable[Mapping[str, Any]], source: str | Path) -> Iterator[Mapping[str, Any]]:
