@@ -26,7 +26,6 @@ import headway
 from headway import checkpoint, dist
 from headway.checkpoint import api
 from headway.checkpoint.format.manifest import TensorEntry
-from headway.checkpoint.inspect import overview
 from headway.checkpoint.weights import loading
 from headway.checkpoint.write import disk
 from headway.errors import NoValidCheckpoint, RunLocked, StorageError, UsageError
@@ -492,35 +491,6 @@ def test_small_and_large_parts_keep_their_order(tmp_path: Path) -> None:
     fact = write_file(tmp_path / "file", map(memoryview, parts))
     assert (tmp_path / "file").read_bytes() == b"".join(parts)
     assert fact.bytes == sum(lengths) and fact.crc32 == f"{zlib.crc32(b''.join(parts)):08x}"
-
-
-def test_by_the_path_of_a_run_what_was_saved_there_before_is_found(tmp_path: Path) -> None:
-    """As scripts did that saved into the directory of their run itself; also if all of it is damaged."""
-    run = Run.create(tmp_path)
-    checkpoint.save(tmp_path / "earlier", {"x": 1}, step=1)
-    (tmp_path / "earlier" / "step-000000000001").rename(own := run.path / "step-000000000001")
-    loaded = checkpoint.load_latest(run.path)
-    assert loaded is not None and loaded.path == own
-    checkpoint.save(run.path, {"x": 2}, step=2)
-    assert (run.path / "step-000000000002").is_dir()
-    for step in (1, 2):
-        (run.path / f"step-{step:012d}" / "manifest.json").write_text("{")
-    for _ in range(2):
-        with pytest.raises(NoValidCheckpoint):
-            checkpoint.load_latest(run.path)
-
-
-def test_all_that_read_a_run_find_what_was_saved_there_before(tmp_path: Path) -> None:
-    run = Run.create(tmp_path)
-    made = checkpoint.save(tmp_path / "earlier", {"x": torch.ones(1)}, step=1, metrics={"val/loss": 0.5})
-    made.rename(own := run.path / made.name)
-    assert checkpoint.load_best(run.path, metric="val/loss").path == own
-    assert checkpoint.Weights(run.path).locate() == own
-    assert overview.find(run.path) == [own]
-    assert [each.path for each in overview.list_all(run.path)] == [own]
-    usual = checkpoint.save(run, {"x": torch.ones(1)}, step=2)
-    assert checkpoint.Weights(run.path).locate() == usual, "those of the run come first"
-    assert overview.find(run.path) == [usual]
 
 
 def test_who_may_read_only_the_checkpoints_of_a_run_loads_them(

@@ -347,12 +347,6 @@ def _record(**values: Any) -> bytes:
     return json.dumps(json.loads(_owner().record()) | values).encode()
 
 
-def test_an_owner_of_an_older_version_is_understood() -> None:
-    ids = {"cluster_name": "big", "job_id": "7", "restart_count": "1"}
-    assert Owner.read(_record(slurm=ids)) == _owner(job=JobIds(scheduler="slurm", **ids))
-    assert Owner.read(_record(slurm={})) == _owner()
-
-
 def test_a_pid_that_was_given_to_another_process(directory: Path) -> None:
     directory.mkdir()
     (directory / "owner-00001.json").write_bytes(_owner(born="1").record())

@@ -490,21 +490,6 @@ def test_names_of_jobs_and_of_their_starts() -> None:
     assert ids(JOB_ID="9", ARRAY_JOB_ID="7", ARRAY_TASK_ID="0").number == "7_0"
 
 
-def test_ids_are_read_as_this_and_older_versions_wrote_them() -> None:
-    ids = JobIds(scheduler="slurm", job_id="7", cluster_name="big", restart_count="1")
-    assert JobIds.from_dict(ids.to_dict()) == ids
-    assert JobIds.from_dict({"slurm": ids.to_dict()["ids"]}) == ids
-    older = {"slurm": ids.to_dict()["ids"] | {"step_id": "0"}}  # ids of steps are no longer recorded
-    assert JobIds.from_dict(older) == ids
-    assert JobIds.from_dict({"slurm": {}}) is JobIds.from_dict({"scheduler": None, "ids": {}}) is None
-    submitted = {"job_id": "7", "array_task": 2, "cluster": None}
-    assert (found := JobIds.from_submission(submitted)) and (found.scheduler, found.number) == (
-        "slurm",
-        "7_2",
-    )
-    assert JobIds.from_submission({"pid": 7}) is None
-
-
 def test_a_run_directory_cannot_make_headway_import_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "this", raising=False)
     with pytest.raises(
@@ -542,3 +527,15 @@ def test_only_the_implementation_the_target_and_the_launch_environments_name_slu
         if strings:
             found[name] = strings
     assert not found
+
+
+def test_ids_are_read_as_they_were_written() -> None:
+    ids = JobIds(scheduler="slurm", job_id="7", cluster_name="big", restart_count="1")
+    assert JobIds.from_dict(ids.to_dict()) == ids
+    assert JobIds.from_dict({"scheduler": None, "ids": {}}) is None
+    submitted = {"job_id": "7", "array_task": 2, "cluster": None}
+    assert (found := JobIds.from_submission(submitted)) and (found.scheduler, found.number) == (
+        "slurm",
+        "7_2",
+    )
+    assert JobIds.from_submission({"pid": 7}) is None

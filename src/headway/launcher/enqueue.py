@@ -88,8 +88,6 @@ def submit_successor(run: Run, job: JobFile, ids: JobIds, env: Mapping[str, str]
     request = replace(request, after=ids, env={**request.env, **env})
     before = list(dict.fromkeys([*_jobs_before(run), ids.number]))
     try:
-        if ids.array_task_id is not None:  # earlier versions left the script of the whole array there
-            _write_script(run, job.target)
         successor = scheduler.submit(request, run.job_script)
     except HeadwayError as error:
         sure = isinstance(error, _NOT_SUBMITTED)

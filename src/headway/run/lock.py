@@ -69,7 +69,7 @@ class Owner:
         try:
             values = parse_json(record)
             job = JobIds.from_dict(values)
-            ids = values.pop("ids", None) or values.pop("slurm", None)  # "slurm": as older versions wrote it
+            ids = values.pop("ids", None)
             values.pop("scheduler", None)
             owner = cls(**values, job=job)
         except (ValueError, TypeError, AttributeError):

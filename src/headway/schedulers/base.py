@@ -70,8 +70,8 @@ class JobIds:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> JobIds | None:
-        """Returns the ids in a record; None if it has none. Records of older versions hold them under `slurm`."""
-        ids = values.get("ids") or values.get("slurm") or {}
+        """Returns the ids in a record; None if it has none."""
+        ids = values.get("ids") or {}
         if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
             return None
         known = {name: ids[name] for name in _ID_NAMES if name in ids}

@@ -178,17 +178,12 @@ def resolve_root(where: CheckpointRoot) -> tuple[Path, str]:
     if isinstance(where, Run):
         return where.checkpoints_dir, where.id
     path = Path(where).absolute()
-    # an earlier version saved to the directory of a run itself if given its path
-    return (path if has_info(path) and _has_own(path) else checkpoints_at(path)), "path"
+    return checkpoints_at(path), "path"
 
 
 def checkpoints_at(path: Path) -> Path:
     """Returns the directory of checkpoints at a path: that of a run, or the path itself."""
-    if not has_info(path):
-        return path
-    usual = RunPaths(path=path).checkpoints_dir
-    # an earlier version saved to the directory of a run itself if given its path
-    return path if not list_steps(usual) and _has_own(path) else usual
+    return RunPaths(path=path).checkpoints_dir if has_info(path) else path
 
 
 def list_steps(parent: Path) -> list[int]:
@@ -203,15 +198,6 @@ def has_checkpoints(parent: Path) -> bool:
 
 def step_dir(parent: Path, step: int) -> Path:
     return parent / step_name(step)
-
-
-def _has_own(path: Path) -> bool:
-    try:
-        return has_checkpoints(path)
-    except StorageError as error:
-        if isinstance(error.__cause__, PermissionError):  # the run shares only its checkpoints with this user
-            return False
-        raise
 
 
 def _names(parent: Path) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from headway.errors import DONE, RunLocked
@@ -43,12 +43,7 @@ class Call:
     @classmethod
     def read(cls, run: Run) -> Call:
         with files.storage(f"read {run.call_dir}"):
-            call = cls(**json.loads(ownership.read_private(run.call_dir / "call.json")))
-        if "processes" in call.target:  # the name of `nproc` in older run directories
-            nproc = call.target["processes"]
-            rest = {name: value for name, value in call.target.items() if name != "processes"}
-            return replace(call, target={**rest, "nproc": nproc})
-        return call
+            return cls(**json.loads(ownership.read_private(run.call_dir / "call.json")))
 
 
 def main(argv: Sequence[str]) -> int:

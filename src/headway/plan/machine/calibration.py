@@ -6,7 +6,6 @@ constants of other families are in `efficiency`. `headway plan calibrate` measur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -95,30 +94,10 @@ def load_calibration(path: str | Path) -> Calibration:
     content = read_yaml(path, what="a calibration file")
     data = dict(checks.require_mapping("calibration", content.get("calibration", {})))
     checks.require_known_keys(f"{path}: calibration", data, (*_NUMBERS, "source", "device", "measured"))
-    if "device" not in data:
-        # files of earlier versions name the device outside this section, and do not list what was measured
-        data |= {
-            "device": _device_of(content),
-            "measured": [name for name in _MEASURED_FIRST if name in data],
-        }
     try:
         return Calibration(**data)  # type: ignore[arg-type]
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-
-
-_MEASURED_FIRST = ("matrix", "attention", "memory", "kernel_s", "peer", "peer_latency_s", "scale")
-
-
-def _device_of(content: Mapping[str, object]) -> str | None:
-    """Returns the device of a calibration file: the one of its node, or the one whose steps were measured."""
-    node, facts = content.get("node"), content.get("measured")
-    device = node.get("device") if isinstance(node, Mapping) else None
-    if device is None and isinstance(facts, Mapping):
-        device = facts.get("device")
-    if isinstance(device, Mapping):
-        device = device.get("name")
-    return None if device is None else str(device)
 
 
 def save_calibration(

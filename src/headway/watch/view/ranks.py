@@ -127,6 +127,7 @@ def is_log_point(row: Row) -> bool:
         row.get("kind") == "train"
         and is_count(row.get("step"))
         and is_time(row.get("time"))
+        and is_number(row.get("busy_seconds"))
         and isinstance(seconds, dict)
         and all(is_number(value) and value >= 0 for value in seconds.values())
     )
@@ -134,10 +135,7 @@ def is_log_point(row: Row) -> bool:
 
 def busy_s(row: Row) -> float:
     """Returns the seconds of a rank's own work: waiting for data, and the forward pass."""
-    found = row.get("busy_seconds")
-    if is_number(found):
-        return float(found)
-    return float(row["seconds"].get("data", 0.0) + row["seconds"].get("compute", 0.0))  # by an older version
+    return float(row["busy_seconds"])
 
 
 def data_share(row: Row) -> float | None:
