@@ -342,6 +342,10 @@ class ShardLoader:
         """Changes the weight of one dataset, as `set_weights` does."""
         self.set_weights({name: weight})
 
+    def weights_checksum(self) -> int | None:
+        """Returns a checksum of all weights, equal on all ranks; None if there are none, or ranks need not agree."""
+        return self._mix_timeline().checksum if self._shuffle and self._split.rank is None else None
+
     def counts(self) -> dict[str, int]:
         """Returns the number of samples of each dataset that all ranks together have consumed."""
         return self._mix_timeline().counts_at(self._position)

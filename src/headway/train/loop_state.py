@@ -25,6 +25,7 @@ from headway.system.failpoints import armed
 from headway.system.log import logger
 from headway.train.batches import Pass, open_loader
 from headway.train.diagnose.same_batches import SameBatches
+from headway.train.diagnose.same_mixes import check_mixes, mix_checksum
 from headway.train.metrics.bad_samples import BadSamples
 from headway.train.metrics.early_stopping import EarlyStopping
 from headway.train.metrics.epoch_metrics import AddedMetrics, EpochMetric, check_names
@@ -407,6 +408,7 @@ class LoopState:
     def before_log_point(self) -> None:
         """Logs values that are collected only at log points."""
         self.meter.first_batch = self.same_batches.number
+        self.meter.mixes = mix_checksum(self.stage.datasets)
         if self.steps_done != self.logged_at:
             self.bad_samples.log(self.meter)
             for name, optimizer in self.stepped_optimizers().items():
@@ -420,6 +422,7 @@ class LoopState:
     def examine(self, point: LogPoint) -> None:
         """Checks the result of a log point; may raise."""
         self.same_batches.check(point, is_root=self.pipe.world.is_root)
+        check_mixes(self.stage.datasets, point, self.run.steps_done)
         self.bad_samples.check(point)
         check_names(self.epoch_metrics, point.values)
 

@@ -13,7 +13,9 @@ version 1 of the order, the order of the keys counted.)
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, final
 
 import numpy as np
@@ -153,6 +155,13 @@ class Timeline:
         counts = split.before.copy()
         counts[split.numbers] += count_by_dataset(np.array([samples]), split.weights, self._split)[:, 0]
         return counts
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of all weights and where they apply: ranks with the same one draw from the same datasets."""
+        return zlib.crc32(
+            repr([(start, sorted(weights.items())) for start, weights in self.segments]).encode()
+        )
 
     def with_weights(self, position: int, weights: Mapping[str, float]) -> Timeline:
         """Returns the timeline with other weights from a position on, until the next scheduled change."""

@@ -42,7 +42,9 @@ Sums: TypeAlias = tuple[Array, float]
 
 _START = {"mean": 0.0, "sum": 0.0, "last": 0.0, "min": math.inf, "max": -math.inf}  # changes no merged result
 _MERGE = {"mean": np.add, "sum": np.add, "min": np.minimum, "max": np.maximum}
-_HEADER = 5  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch
+_HEADER = (
+    6  # hash of the keys, flags, busy seconds, whether the rank's sums count, its first batch, its mixes
+)
 
 
 class MetricKey(NamedTuple):
@@ -157,6 +159,8 @@ class LogPoint:
     """the busy seconds that each rank reported"""
     first_batches: Sequence[float]
     """a number for the first batch of each rank, where these are compared; else 0"""
+    mixes: Sequence[float]
+    """a number for the weights of the mixes of each rank"""
     data_ranks: int
     """the number of ranks with batches of their own; fewer than all if some compute one model together"""
     not_finite: Mapping[str, Sequence[int]]
@@ -182,6 +186,8 @@ class MetricAccumulator:
         self._repeats_batches = repeats_batches
         self.first_batch = 0
         """a number for the first batch of this rank, exchanged at the next log point; 0 if there is none"""
+        self.mixes = 0
+        """a number for the weights of this rank's mixes, exchanged likewise"""
         self._cells: dict[str, Cell] = {}  # of scope "global"
         self._rank_cells: dict[str, Cell] = {}  # of scope "rank"
         self._agreed: tuple[MetricKey, ...] = ()
@@ -250,7 +256,7 @@ class MetricAccumulator:
         """Holds a log point: reduces the values that all ranks have logged since the last one, and exchanges flags."""
         mine, agreed = tuple(cell.key for cell in self._cells.values()), _hash(self._agreed)
         counts = 0.0 if self._repeats_batches else 1.0
-        header = [_hash(_adopt(mine, self._agreed)), flags, busy, counts, self.first_batch]
+        header = [_hash(_adopt(mine, self._agreed)), flags, busy, counts, self.first_batch, self.mixes]
         table = self._gather(self._agreed, header)
         counted = table[:, 3] > 0
         found = self._reduce_table(self._agreed, table[:, _HEADER:], counted)
@@ -265,6 +271,7 @@ class MetricAccumulator:
             flags=[int(word) for word in table[:, 1].tolist()],
             busy=table[:, 2].tolist(),
             first_batches=table[:, 4].tolist(),
+            mixes=table[:, 5].tolist(),
             data_ranks=int(counted.sum()),
             not_finite={name: ranks for name, (_, ranks) in found.items() if ranks},
         )
