@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +161,63 @@ def test_a_hugging_face_stream_that_ranks_may_not_share_is_said_once(messages: l
     Streamed._distributed = object()
     assert len(list(DataLoader(Streamed(4), batch_size=2, rank=0, world_size=2))) == 2
     assert len(messages) == 1
+
+
+class BufferShuffledExamplesIterable:
+    """Named and nested as Hugging Face's, in a stream whose state has the source's place and not the buffer."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.count, self.size = count, size
+
+
+class Shuffled(torch_data.IterableDataset[int]):
+    def __init__(self, count: int = 40, size: int = 10) -> None:
+        self._ex_iterable = type("MappedExamplesIterable", (), {})()
+        self._ex_iterable.ex_iterable = BufferShuffledExamplesIterable(count, size)
+        self._distributed, self.at, self.start = object(), 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        source, buffer, order = self._ex_iterable.ex_iterable, list[int](), random.Random(3)
+        self.at, self.start = self.start, 0
+        while self.at < source.count or buffer:
+            while self.at < source.count and len(buffer) < source.size:
+                buffer.append(self.at)
+                self.at += 1
+            yield buffer.pop(order.randrange(len(buffer)))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+Shuffled.__module__ = "datasets.iterable_dataset"
+
+
+def samples_of(loader: DataLoader, batches: int | None = None) -> list[int]:
+    return [int(sample) for batch in islice(loader, batches) for sample in batch]
+
+
+@pytest.mark.parametrize("kind", ["like theirs", "theirs"])
+def test_a_shuffle_buffer_that_is_not_in_the_state_is_filled_again(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stream() -> Any:
+        if kind == "like theirs":
+            return Shuffled()
+        numbers = pytest.importorskip("datasets").Dataset.from_list([{"x": n} for n in range(40)])
+        return numbers.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=10)
+
+    def loader() -> DataLoader:
+        if kind == "like theirs":
+            return DataLoader(stream(), batch_size=4)
+        return DataLoader(stream(), batch_size=4, collate_fn=lambda rows: [row["x"] for row in rows])
+
+    whole, begun = samples_of(loader()), loader()
+    before = samples_of(begun, 3)
+    again = loader()
+    with caplog.at_level("INFO", logger="headway"):
+        again.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert before + samples_of(again) == whole and sorted(whole) == [*range(40)]
+    assert "3 batches are read again and skipped" in caplog.text

@@ -332,3 +332,37 @@ def test_another_number_of_ranks_draws_other_numbers_and_says_so(
     assert all(len(set(numbers)) == streams for numbers in zip(*drawn, strict=True))
     before = (tmp_path / "drawn-2-0").read_text().split()
     assert not {*drawn[0]} & {*before}
+
+
+STREAM = """
+class Rows(torch.utils.data.IterableDataset):
+    at = 0
+    def __iter__(self):
+        while self.at < 12:
+            self.at += 1
+            yield torch.ones(4)
+        self.at = 0
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"]
+"""
+
+
+def test_a_stream_that_begins_its_epoch_again_is_not_said_to_have_the_same_samples(tmp_path: Path) -> None:
+    loader = "hw.data.DataLoader(data, global_batch_size=12, shuffle=True)"
+    code = SCRIPT.replace("SEED", STREAM).replace(loader, "hw.data.DataLoader(Rows(), batch_size=2)")
+    (tmp_path / "train.py").write_text(code)
+
+    def run(nproc: int, **environ: str) -> str:
+        command = [sys.executable, "-m", "headway", "run", "--nproc", str(nproc), "train.py"]
+        done = warm.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | environ)
+        return str(done.stdout + done.stderr)
+
+    run(2, HEADWAY_FAILPOINT="train.step:rank=1:nth=4:kill9")
+    text = run(1)
+    assert "saved by 2 ranks, now 1: training draws other random numbers from here on" in text
+    assert (
+        "dataset 'train': its position was saved per rank, by 2 ranks, so it restarts its epoch: the samples"
+        in text
+    )

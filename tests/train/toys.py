@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import headway as hw
+from headway.dist.seeding import derive_seed
 from headway.train import Pipeline, TrainValStage
 
 BATCH = 16
@@ -119,6 +120,8 @@ def by_hand(
     average = [p.detach().clone() for p in net.parameters()]
     losses = []
     every = list(batches)
+    if rank := hw.rank() if world > 1 else 0:  # from the first batch on, each rank draws its own numbers
+        torch.manual_seed(derive_seed(torch.initial_seed(), "torch.rank", rank))
     for start in range(0, len(every), accumulate):
         window = every[start : start + accumulate]
         mine = sum(len(y) for _, y in window)

@@ -37,10 +37,25 @@ class EpochAware(Protocol):
     def set_epoch(self, epoch: int, /) -> object: ...
 
 
+def _is_hugging_face(dataset: object) -> bool:
+    return type(dataset).__module__.startswith("datasets.")
+
+
 def _is_unsplit(dataset: object) -> bool:
     """Whether a dataset is a Hugging Face stream that is not split between ranks."""
-    is_hugging_face = type(dataset).__module__.startswith("datasets.")
-    return is_hugging_face and getattr(dataset, "_distributed", dataset) is None
+    return _is_hugging_face(dataset) and getattr(dataset, "_distributed", dataset) is None
+
+
+def _loses_samples(dataset: object) -> bool:
+    """Whether a dataset is a Hugging Face stream with a shuffle buffer, whose samples are not part of its state."""
+    sources = [getattr(dataset, "_ex_iterable", None)] if _is_hugging_face(dataset) else []
+    while sources:
+        source = sources.pop()
+        if "BufferShuffled" in type(source).__name__:
+            return True
+        sources += [each for each in (getattr(source, "ex_iterable", None),) if each is not None]
+        sources += getattr(source, "ex_iterables", ())
+    return False
 
 
 class _StreamBatch(NamedTuple):
@@ -152,6 +167,12 @@ class StreamCursor(Cursor):
         for worker, place in state["places"].items():
             self._stream.states[int(worker)] = place["state"]
             self._stream.batches[int(worker)] = int(place["batches"])
+        again = sum(self._stream.batches.values())
+        if again and self._stream.replays and ours["rank"] == 0:
+            logger.info(
+                f"the state of {type(self._dataset).__name__} does not have the samples in its shuffle buffer: "
+                f"{again:,} batches are read again and skipped"
+            )
 
     def _identity(self) -> dict[str, Any]:
         rank, world_size = self._split.rank_and_world_size()
@@ -177,6 +198,8 @@ class _BatchStream(torch_data.IterableDataset[Any]):
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._size, self._drop_last = size, drop_last
         self.rank = self.epoch = self.first = 0
+        self.replays = _loses_samples(dataset)
+        """whether a resume reads the epoch again from its beginning, because the state of the dataset is not enough"""
         self.states: dict[int, dict[str, Any]] = {}
         self.batches: dict[int, int] = {}
 
@@ -187,9 +210,13 @@ class _BatchStream(torch_data.IterableDataset[Any]):
             yield None
         done = self.batches.get(worker, 0)
         stateful: Any = self._dataset
-        if worker in self.states:
+        if worker in self.states and not self.replays:
             stateful.load_state_dict(deepcopy(self.states[worker]))
         samples = iter(self._dataset)
+        for number in range(done if self.replays else 0):
+            with preserve_rng():
+                reseed(derive_key(self._seed, self.epoch, self.rank, worker, number))
+                list(islice(samples, self._size))
         while True:
             with preserve_rng():
                 reseed(derive_key(self._seed, self.epoch, self.rank, worker, done))

@@ -97,7 +97,7 @@ def validate(state: TrainValState) -> None:
     if not (loaders := state.val_loaders()):
         return state.note_validation()
     log_point(state)  # reports the training so far, so that its time does not count as validation
-    with run.checkpointer.validating(state) if run.checkpointer else nullcontext(), state.evaluating():
+    with run.checkpointer.validating(state) if run.checkpointer else nullcontext(), state.validating(loaders):
         for batch in val_batches(state, loaders):
             timer.mark("validation")
             state.batch = batch

@@ -22,7 +22,7 @@ from headway.system.text import shorten_list
 from headway.train.batches import Pass, count_batches, exact_count
 from headway.train.checks import check_equal, check_optimizers, check_train_dataset
 from headway.train.diagnose import evidence
-from headway.train.evaluate.mode import evaluating
+from headway.train.evaluate.mode import evaluating, repeating
 from headway.train.evaluate.val_schedule import ValSchedule
 from headway.train.loop_state import VALIDATE, LoopState
 from headway.train.metrics.bad_samples import BadSamples
@@ -391,6 +391,12 @@ class TrainValState(LoopState):
                 yield
         finally:
             self._counts = before
+
+    @contextmanager
+    def validating(self, loaders: Mapping[str, Iterable[Any]]) -> Iterator[None]:
+        """The same for a validation between steps, which draws the same random numbers each time."""
+        with repeating(self.run, loaders.values()), self.evaluating():
+            yield
 
     def end_set(self, prefix: str, prefixes: Collection[str]) -> None:
         """Keeps the state of metrics after one validation set; they are computed when all ranks have ended the last."""

@@ -26,6 +26,7 @@ from headway.train.evaluate.session import (
 from headway.train.metrics.bad_samples import BadSamples
 from headway.train.metrics.epoch_metrics import compute_metrics
 from headway.train.metrics.meter import Value
+from headway.train.resume import rng
 from headway.train.settings import limit_batches
 from headway.train.train_val_state import TrainValState
 
@@ -102,7 +103,8 @@ def _compute(state: TrainValState, named: Mapping[str, Iterable[Any]], what: str
     bad_samples = BadSamples(named)
     loaders = {state.prefix_of(name): each for name, each in named.items()}
     taken = dict.fromkeys(loaders, 0)
-    with state.computing(), reading_from_start(state.run, named.values()):
+    fixed = rng.fixed_state(state.device)
+    with state.computing(), fixed, reading_from_start(state.run, named.values()):
         with state.evaluating():
             for batch in val_batches(state, loaders):
                 state.run.timer.mark("validation")

@@ -14,15 +14,18 @@ from headway.data.feed.device_feed import to_device
 from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
+from headway.train.batches import set_epoch
 from headway.train.model.named_parts import NamedParts
+from headway.train.resume import generators, rng
 from headway.train.resume.replay import read_stand_in
-from headway.train.resume.rng import temporary_state
+from headway.train.resume.state import StatefulObject
 from headway.train.resume.unsaved import own_modules
 from headway.train.settings import limit_batches
 
 if TYPE_CHECKING:
     from headway.train.loop_state import LoopState
     from headway.train.pipeline import Pipeline
+    from headway.train.run_state import RunState
     from headway.train.train_val_state import TrainValState
 
 
@@ -48,6 +51,26 @@ def evaluating(state: LoopState) -> Iterator[None]:
             yield
     finally:
         state.models, state.training = before
+
+
+@contextmanager
+def repeating(run: RunState, loaders: Iterable[Iterable[Any]]) -> Iterator[None]:
+    """Makes loaders and steps draw the same random numbers in each validation: those of their first epoch."""
+    with ExitStack() as stack:
+        stack.enter_context(rng.fixed_state(run.pipe.device))
+        for loader in {id(each): each for each in loaders}.values():
+            stack.callback(set_epoch, loader, run.epoch)
+            stack.callback(generators.restore, loader, generators.capture(loader))
+            begin_first_epoch(loader)
+        yield
+
+
+def begin_first_epoch(loader: Iterable[Any]) -> None:
+    """Sets a loader to the beginning of its first epoch."""
+    if isinstance(loader, StatefulObject):
+        # a loader that was just restored ignores `set_epoch` of its current epoch
+        set_epoch(loader, 1)
+    set_epoch(loader, 0)
 
 
 def _restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
@@ -87,7 +110,7 @@ def stand_in(state: LoopState, loader: Iterable[Any]) -> Any:
     """Returns a batch for a rank that has none, for the forward pass of a sharded model on all ranks."""
     if not isinstance(loader, DataLoader) or loader.per_rank:
         return to_device(read_stand_in(loader, state.device, state.pipe.world.rank), state.device)
-    with temporary_state(None, state.device):
+    with rng.temporary_state(None, state.device):
         batch = loader.load_samples([0])  # another rank has a batch, so there is a sample
     return to_device(batch, state.device)
 

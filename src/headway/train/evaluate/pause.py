@@ -16,6 +16,7 @@ from headway.data.stream_cursor import EpochAware
 from headway.dist.failure.capture import HEARTBEAT
 from headway.errors import UsageError
 from headway.train.batches import closing_loaders, set_epoch
+from headway.train.evaluate.mode import begin_first_epoch
 from headway.train.metrics.epoch_metrics import keeping_counts
 from headway.train.resume import generators, rng
 from headway.train.resume.positions import position
@@ -62,10 +63,7 @@ def reading_from_start(run: RunState, loaders: Iterable[Iterable[Any]]) -> Itera
             if any(loader is each for each in run.pipe.datasets.values()):
                 # called first on exit, so that the position is restored after it
                 stack.callback(set_epoch, loader, run.epoch)
-            if isinstance(loader, StatefulObject):
-                # a loader that was just restored ignores `set_epoch` of its current epoch
-                set_epoch(loader, 1)
-            set_epoch(loader, 0)
+            begin_first_epoch(loader)
         yield
 
 

@@ -74,7 +74,7 @@ class RankState:
         seed = derive_seed(shared["seed"] % 2**64, f"resume at step {loaded.step}")
         self._rng = partial(dist.seed, seed, scope=seeding.current_scope())
         if self._pipe.world.is_root:
-            changes = [*find_changes(datasets, before, now)]
+            changes = [*find_changes(datasets, before, now, local["datasets"] if local else {})]
             same = "" if changes else "the samples are the same; "
             logger.info(
                 f"saved by {before} ranks, now {now}: {same}training draws other random numbers from here on"
@@ -138,8 +138,13 @@ def position(loader: StatefulObject, *, active: bool) -> dict[str, Any]:
     return found | {"position": loader.samples * found["epoch"]}
 
 
-def find_changes(datasets: Mapping[str, Iterable[Any]], before: int, now: int) -> Iterator[str]:
-    """Yields warnings about datasets whose samples differ from the earlier attempt's, due to the number of ranks."""
+def find_changes(
+    datasets: Mapping[str, Iterable[Any]], before: int, now: int, positions: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields warnings about datasets whose samples differ from the earlier attempt's, due to the number of ranks.
+
+    `positions` are those of loaders on one of the ranks that saved them.
+    """
     for name, loader in datasets.items():
         if size := per_rank_batch_size(loader):
             yield (
@@ -151,5 +156,8 @@ def find_changes(datasets: Mapping[str, Iterable[Any]], before: int, now: int) -
                 f"dataset {name!r}: its batches are counted, not its samples, since it has no state_dict(): some "
                 "samples of this epoch may come twice or not at all; use hw.data.DataLoader"
             )
-        elif not is_global(loader):
-            yield f"dataset {name!r}: its position was saved per rank, by {before} ranks, so it restarts its epoch"
+        elif not is_global(loader) and positions.get(name, {}).get("places") != {}:  # else no batch was taken
+            yield (
+                f"dataset {name!r}: its position was saved per rank, by {before} ranks, so it restarts its epoch: the "
+                f"samples that were trained on in this epoch come again; to continue exactly, resume on {before} ranks"
+            )

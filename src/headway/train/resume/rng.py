@@ -60,6 +60,14 @@ def temporary_state(state: Mapping[str, Any] | None, device: torch.device) -> It
 
 
 @contextmanager
+def fixed_state(device: torch.device) -> Iterator[None]:
+    """Draws the same random numbers within each such context, on all ranks; training does not notice it."""
+    with temporary_state(None, device):
+        seeding.seed(0, scope="shared")
+        yield
+
+
+@contextmanager
 def joined_streams(purpose: str, device: torch.device) -> Iterator[None]:
     """Lets all ranks draw the same numbers from torch within the context, after which their own streams continue.
 
