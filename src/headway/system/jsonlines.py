@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeGuard, final
+from typing import Any, BinaryIO, NamedTuple, Self, TypeGuard, final
 
 from headway.errors import RunLocked, StorageError
 from headway.system import files
@@ -31,6 +32,14 @@ _LATEST_S = 4e9
 Row = dict[str, Any]
 
 
+class FileSpan(NamedTuple):
+    """A part of a file, in bytes, and the CRC-32 of its content."""
+
+    begin: int
+    end: int
+    checksum: int
+
+
 @final
 class AppendOnlyFile:
     """A private file to which whole lines are appended. A full disk loses lines, but never stops the writer.
@@ -44,6 +53,8 @@ class AppendOnlyFile:
             self.descriptor = files.open_private(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             size = os.fstat(self.descriptor).st_size
             self._torn = size > 0 and os.pread(self.descriptor, 1, size - 1) != b"\n"
+        self.span = FileSpan(size, size, 0)
+        """what this process, and no other, has appended"""
 
     def append(self, lines: bytes) -> tuple[int, str]:
         """Appends lines in one system call; returns how many of them were lost, and why.
@@ -56,6 +67,8 @@ class AppendOnlyFile:
             written = os.write(self.descriptor, data)
         except OSError as error:
             return lines.count(b"\n"), str(error.strerror)
+        begin, end, checksum = self.span
+        self.span = FileSpan(begin, end + written, zlib.crc32(memoryview(data)[:written], checksum))
         if written == len(data):
             self._torn = False
             return 0, ""
@@ -124,6 +137,22 @@ class JsonLinesWriter:
         self.lost += lost
         return lost
 
+    @property
+    def span(self) -> FileSpan:
+        """The part of the file with the rows that were written since it was opened, or since `begin_span`."""
+        return self._file.span
+
+    def begin_span(self) -> None:
+        end = self._file.span.end
+        self._file.span = FileSpan(end, end, 0)
+
+    def sync(self) -> None:
+        """Waits until the rows are on disk, where other hosts see them, too."""
+        try:
+            os.fsync(self._file.descriptor)
+        except OSError as error:
+            logger.warning("%s may be lost: %s: %s", self._content, self._file.path, error.strerror)
+
     def close(self) -> None:
         """Closes the file. Calling it again does nothing."""
         if why := self._file.close():
@@ -155,6 +184,29 @@ def read(path: Path) -> Iterator[Row]:
         return
     with file:
         yield from _parse(iter(partial(file.readline, _LONGEST_BYTES), b""))
+
+
+def is_whole(path: Path, span: FileSpan) -> bool:
+    """Returns whether a file has this part, unchanged."""
+    checksum, left = 0, span.end - span.begin
+    try:
+        with files.open_regular(path) as file:
+            file.seek(span.begin)
+            while left > 0 and (data := file.read(min(left, _CHUNK_BYTES))):
+                checksum, left = zlib.crc32(data, checksum), left - len(data)
+    except OSError:
+        return False
+    return left == 0 and checksum == span.checksum
+
+
+def read_span(path: Path, span: FileSpan) -> Iterator[Row]:
+    """Yields the rows in a part of a file."""
+    with files.open_regular(path) as file:
+        file.seek(span.begin)
+        left = span.end - span.begin
+        while left > 0 and (line := file.readline(left)):
+            left -= len(line)
+            yield from _parse((line,))
 
 
 def read_reversed(path: Path, *, limit_bytes: int = _LAST_BYTES) -> Iterator[Row]:

@@ -22,6 +22,7 @@ from headway.system.text import shorten_list
 from headway.train.batches import FirstBatch
 from headway.train.diagnose.profiler import asked_window
 from headway.train.metrics.epoch_metrics import EpochMetric
+from headway.train.metrics.meter import Value
 from headway.train.stage import Stage
 
 if TYPE_CHECKING:
@@ -141,13 +142,13 @@ def _advice_for_equal_lengths(loader: object) -> str:
     return "use hw.data.DataLoader, drop_last=True"
 
 
-def check_monitored(state: LoopState) -> None:
+def check_monitored(state: LoopState, last: Mapping[str, Value]) -> None:
     """Raises `UsageError` on all ranks, after an epoch, if a setting names a metric that has not appeared so far.
 
-    Settings of the pipeline may name a metric of a later stage. The epoch is saved first, so that it is not lost.
+    `last` has the metrics of the epoch. Settings of the pipeline may name a metric of a later stage. The epoch is saved
+    first, so that it is not lost.
     """
     run, pipe = state.run, state.pipe
-    last = pipe.history.epochs[-1].values
     wanted = {} if state.early_stopping is None else {"early_stop": state.early_stopping.name}
     if state.stage is pipe.stages[-1]:
         if run.checkpointer and (best := run.checkpointer.settings.retention.keep_best):

@@ -366,7 +366,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save: tensors on their devices, all else as plain values."""
-        return gather(self._state)
+        return gather(self._state) | {"history": self.history.state_dict(with_rows=True)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict` into a pipeline with the same names registered."""

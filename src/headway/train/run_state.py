@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +167,8 @@ class RunState:
             warn_of_unread_sweep(self.pipe)
             stack.enter_context(feeding(directory, self.sinks, rank=world.rank, local_rank=world.local_rank))
             self._reporter = stack.enter_context(Reporter(directory, world, recording.events))
+            if world.is_root:
+                self.pipe.history.write_to(self._reporter.rows)
             if self.ledger_enabled:
                 self.ledger = stack.enter_context(LedgerWriter(directory, world, attempt=recording.attempt))
             self.media = stack.enter_context(
@@ -226,7 +228,7 @@ class RunState:
     def end_epoch(self, state: LoopState, values: Mapping[str, Any]) -> None:
         """Counts an epoch and records its metrics."""
         row = self._row(state, values)
-        self.pipe.history.epochs.append(row)
+        self.pipe.history.add_epoch(row)
         self.reporter.end_epoch(state, row)
         state.end_epoch()
         self.epoch += 1
@@ -235,8 +237,7 @@ class RunState:
 
     def extend_epoch(self, state: LoopState, point: LogPoint) -> None:
         """Adds the metrics that were logged after an epoch to those of the epoch."""
-        epochs = self.pipe.history.epochs
-        row = epochs[-1] if epochs else None
+        row = self.pipe.history.last_epoch
         if row is None or row.stage != state.name:
             return  # the stage had no epoch
         for name in point.values:
@@ -244,7 +245,7 @@ class RunState:
                 raise UsageError(
                     f"metric {name!r} was logged after the epoch that has it already: choose another name"
                 )
-        epochs[-1] = replace(row, values={**row.values, **point.values})
+        self.pipe.history.add_epoch(replace(row, values=point.values))
         self.reporter.extend_epoch(row, point)
         if self.checkpointer:
             self.checkpointer.record_metrics(point.values)
@@ -254,11 +255,12 @@ class RunState:
 
         Raises `UsageError` if a setting names a metric that has not appeared by now.
         """
-        values = self.pipe.history.epochs[-1].values
-        state.stop_early(values)
+        last = self.pipe.history.last_epoch
+        assert last is not None, "an epoch has ended"
+        state.stop_early(last.values)
         for schedule in epoch_schedules(state):
-            schedule.end_epoch(values)
-        check_monitored(state)
+            schedule.end_epoch(last.values)
+        check_monitored(state, last.values)
 
     def record_log_point(self, state: LoopState, kind: str, point: LogPoint) -> None:
         """Records the result of a log point or a validation."""
@@ -268,7 +270,7 @@ class RunState:
         if kind == "train":
             self._check_stragglers(point, seconds)
         seconds["compute"] = seconds.get("compute", 0.0) + seconds.pop("backward", 0.0)
-        self.pipe.history.log_points.append(self._row(state, point.values))
+        self.pipe.history.add_log_point(self._row(state, point.values))
         self.reporter.log_point(state, kind, point, seconds, self.steps_done)
         if self.checkpointer and kind == "validation":
             self.checkpointer.record_metrics(point.values)
@@ -279,6 +281,17 @@ class RunState:
 
     def _row(self, state: LoopState, values: Mapping[str, Any]) -> HistoryRow:
         return HistoryRow(stage=state.name, epoch=state.epoch, step=self.steps_done, values=values)
+
+    def flush_before_save(self) -> Callable[[], None]:
+        """Returns a function that waits for the rows and media that the checkpoint of this step refers to."""
+        media, rows = self.media and self.media.flush_before(self.steps_done), self.reporter.rows
+
+        def flush() -> None:
+            if media is not None:
+                media()
+            rows.sync()
+
+        return flush
 
     def _check_stragglers(self, point: LogPoint, seconds: Mapping[str, float]) -> None:
         slow = self._stragglers.observe(point.busy, whole=self._interval_s, sampled=self.timer.every > 1)

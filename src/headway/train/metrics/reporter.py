@@ -38,7 +38,7 @@ class Reporter:
 
     def __init__(self, run: Run, world: World, events: EventLog) -> None:
         self._world, self._events = world, events
-        self._rows = run.open_rows(run.metrics_file(world.rank), content="metric rows")
+        self.rows = run.open_rows(run.metrics_file(world.rank), content="metric rows")
         self._display: Display | None = None
         self._since = time.monotonic()  # the last log point or validation
         self._stage_start, self._first_step = self._since, 0  # of the current stage in this process
@@ -55,7 +55,7 @@ class Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._rows.close()
+        self.rows.close()
 
     def print_inputs(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
         """Prints one line per model and per dataset."""
@@ -116,7 +116,7 @@ class Reporter:
             self._note_weights(row["data"], step)
         if self._world.device.type == "cuda":
             row["memory_peak"] = self._memory_peak(now)
-        self._rows.write(row)
+        self.rows.write(row)
         self._shown.update(point.values)
         # a validation at the start is always shown: the next update may take a while
         at_start = kind == "validation" and not state.steps_done
@@ -131,7 +131,7 @@ class Reporter:
             "total_seconds": round(saved.total_s, 6),
             "bytes": saved.bytes,
         }
-        self._rows.write({"kind": "checkpoint", "time": time.time(), **facts})
+        self.rows.write({"kind": "checkpoint", "time": time.time(), **facts})
         size = format_bytes(saved.bytes)
         self._events.write(
             "checkpoint", f"saved step {saved.step:,}: {size} in {saved.total_s:.1f} s", **facts
@@ -178,7 +178,7 @@ class Reporter:
 
     def _write_epoch(self, row: HistoryRow, values: Mapping[str, Any], **more: Any) -> None:
         place = {"stage": row.stage, "epoch": row.epoch, "step": row.step}
-        self._rows.write({"kind": "epoch", "time": time.time(), **place, "metrics": dict(values), **more})
+        self.rows.write({"kind": "epoch", "time": time.time(), **place, "metrics": dict(values), **more})
 
     def show_epoch(self) -> None:
         """Shows the epoch that has ended, after `post_epoch` has added its metrics."""

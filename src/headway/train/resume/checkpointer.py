@@ -32,6 +32,7 @@ from headway.errors import NoValidCheckpoint, RunLocked, Stopped, StorageError, 
 from headway.record import Recording
 from headway.run.choice import NEW, Choice
 from headway.run.job_record import exit_seconds
+from headway.run.paths import RunPaths
 from headway.system import environment, files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
@@ -141,6 +142,7 @@ class Checkpointer:
             # the checkpoint is in the parent run, and so is the best one
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
             self._metrics.forget_best()
+            self.pipe.history.copy_from_parent(self.pipe.directory.metrics_file(0))
             # A save follows the first step: until then, this run needs the parent's checkpoint, which may be pruned.
             self.due = True
         self.run.run_hook("resume_run", self.pipe)
@@ -448,7 +450,7 @@ class Checkpointer:
             step=self.run.steps_done,
             local=facts["local"],
             metrics=self._metrics.scalars(self.run.steps_done),
-            before_write=self.run.media.flush_before(self.run.steps_done) if self.run.media else None,
+            before_write=self.run.flush_before_save(),
             replaces=replaces,
         )
         self.collect_finished()
@@ -466,6 +468,7 @@ class Checkpointer:
 
     def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
         state.restore(self.run, loaded.state)
+        self.pipe.history.read_from(RunPaths(path=loaded.path.parent.parent).metrics_file(0))
         self._last_save = SaveAttempt(place=self._place(), scheduled=False)
         self._metrics.load_state_dict(loaded.state["run"])
         self._metrics.add(loaded.step, loaded.metrics)  # for a checkpoint that replaces it
