@@ -243,7 +243,9 @@ def test_refuse(project: Path, run: Run) -> None:
     with pytest.raises(UsageError, match=r"changes that are not committed \(new: mine.py\)"):
         take(run, "mine.py", dirty="refuse")  # a script is written by hand, though git ignores it
     assert take(run, "train.py", dirty="refuse") == run.snapshot_dir
-    assert (run.snapshot_dir / "_version.py").exists()
+    copied = {str(path.relative_to(run.snapshot_dir)) for path in run.snapshot_dir.rglob("*.py")}
+    assert copied == {"model.py", "train.py"}, "the copy is the commit"
+    assert load(run).left_out == ("_version.py (ignored by git)", "mine.py (ignored by git)")
 
 
 def test_live(project: Path, run: Run) -> None:
@@ -331,7 +333,8 @@ def test_too_many_files_are_refused_and_a_long_list_is_cut(
         (project / f"new-{number}.bin").touch()
     monkeypatch.setattr(project_files, "_MAX_NAMED", 3)
     code = project_files.gather(project / "train.py", limit=10**6)
-    assert code.left_out[:1] == ("new-0.bin (not tracked by git)",) and code.left_out[3:] == ("and 1 more",)
+    named = code.named_left_out
+    assert named[:1] == ["new-0.bin (not tracked by git)"] and named[3:] == ["and 1 more"]
     monkeypatch.setattr(project_files, "_MAX_FILES", 1)
     with pytest.raises(UsageError, match="1 files that a copy may have"):
         project_files.gather(project / "train.py", limit=10**6)

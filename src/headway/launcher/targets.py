@@ -370,8 +370,20 @@ class Slurm(ClusterTarget):
                 )
             if name in _RESERVED_OPTIONS:
                 raise UsageError(f"extra: --{name} is set by headway; leave it out")
+            self._check_ranks(name, str(value))
             if not isinstance(value, bool):
                 _token(str(value), f"extra: {name}")
+
+    def _check_ranks(self, name: str, value: str) -> None:
+        """Refuses an option by which SLURM would give the job GPUs or tasks for which headway starts no ranks."""
+        is_gpus = name.startswith("gpus") or (
+            name == "gres" and "gpu" in value and self.ntasks_per_node is None
+        )
+        if is_gpus or name.startswith("ntasks"):
+            settings = "--gpus-per-node and --ntasks-per-node" if is_gpus else "--nodes and --ntasks-per-node"
+            raise UsageError(
+                f"extra: --{name}={value:.80} does not say how many ranks each node gets; use {settings} instead"
+            )
 
 
 KINDS: Mapping[str, type[Target]] = {"local": Local, "slurm": Slurm, "mpi": Mpi}

@@ -61,6 +61,24 @@ class ProjectFiles:
     submodules: dict[str, str] = field(default_factory=dict)
     note: str | None = None
 
+    @property
+    def named_left_out(self) -> list[str]:
+        """The first names that are not copied, and how many more there are."""
+        names = sorted(self.left_out)
+        more = len(names) - _MAX_NAMED
+        return [*names[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
+
+    def without_generated(self) -> ProjectFiles:
+        """Returns the files without those that git ignores, which no commit has."""
+        generated = set(self.generated)
+        return replace(
+            self,
+            names=tuple(name for name in self.names if name not in generated),
+            added=tuple(name for name in self.added if name not in generated),
+            generated=(),
+            left_out=(*self.left_out, *(f"{name} (ignored by git)" for name in self.generated)),
+        )
+
     def check_size(self, limit_bytes: int) -> None:
         """Refuses to copy files that are too large, or too many, to be code."""
         sizes = {name: os.lstat(self.root / name).st_size for name in self.names}
@@ -128,7 +146,7 @@ def _work_tree(repository: Repository) -> ProjectFiles:
         names=tuple(sorted(names | set(added))),
         added=tuple(sorted(added)),
         generated=tuple(sorted(generated)),
-        left_out=_shortened(left_out),
+        left_out=tuple(left_out),
         submodules=modules,
     )
 
@@ -211,7 +229,7 @@ def _directory(directory: Path, limit: int, *, note: str) -> ProjectFiles:
                 walk(path)
 
     walk(root)
-    code = ProjectFiles(root=root, names=tuple(names), left_out=_shortened(left_out), note=note)
+    code = ProjectFiles(root=root, names=tuple(names), left_out=tuple(left_out), note=note)
     code.check_size(limit)
     return code
 
@@ -265,9 +283,3 @@ def _asked(repository: Repository, ask: Callable[[], T]) -> T:
         raise UsageError(
             f"git cannot list the files of {repository.root}: {failure}; repair it, or use --dirty live"
         ) from failure
-
-
-def _shortened(names: Iterable[str]) -> tuple[str, ...]:
-    names = sorted(names)
-    more = len(names) - _MAX_NAMED
-    return (*names[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else ()))

@@ -60,8 +60,8 @@ def take(
     """Copies the code of `script` into the run, once, and returns the directory to start it from.
 
     `script` may be a directory, for a module that is started in it. `dirty` determines what happens to uncommitted
-    changes: "snapshot" copies them, "refuse" raises, "live" copies nothing and runs the files where they are. A second
-    call returns the existing copy: a run does not change its code.
+    changes: "snapshot" copies them, "refuse" raises, and copies nothing that git ignores, "live" copies nothing and
+    runs the files where they are. A second call returns the existing copy: a run does not change its code.
 
     >>> take(run, "train.py")  # doctest: +SKIP
     PosixPath('/home/me/runs/digits-2026.11.15-14.30-x7k2/code/tree')
@@ -79,6 +79,7 @@ def take(
     code = gather(path, limit=limit)
     if dirty == "refuse":
         _refuse_changes(code)
+        code = code.without_generated()
     here = Path.cwd()
     start = here if here.is_relative_to(code.root) else path if path.is_dir() else path.parent
     note = _publish(code, run, start)
@@ -92,7 +93,7 @@ def take(
             "commit": code.commit,
             "submodules": code.submodules,
             "added": list(code.added),
-            "left_out": list(code.left_out),
+            "left_out": code.named_left_out,
             "note": "; ".join(filter(None, (code.note, note))) or None,
         }
     )
