@@ -1,5 +1,5 @@
 # headway: two commands suffice on a fresh machine, `make demo` and `make test`.
-.PHONY: install services demo test tests check shape bench faults docs package notes clean help
+.PHONY: install services demo test tests check shape newest bench faults docs package notes clean help
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
@@ -42,6 +42,10 @@ bench: install  ## measurements beside peers, printed as ratios
 
 faults: install services  ## the tests of faults with all their cases (kills, bit flips, power cuts): many minutes
 	HEADWAY_FAULTS=full $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' 'HEADWAY_FAULTS|^import warm' tests)
+
+newest:  ## the tests that the newest torch and Python may break, in an environment with both
+	@scripts/make-newest.sh
+	.venv-newest/bin/python -m pytest -n $(WORKERS) --no-loadscope-reorder tests/train tests/checkpoint tests/dist tests/data tests/launcher tests/record tests/run tests/plan
 
 docs: install  ## build the documentation into site/, and check its links and examples
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -103,6 +103,8 @@ def create_directory(
 @contextmanager
 def _staging(root: Path) -> Iterator[Path]:
     """Makes a hidden directory in `root` for a new run; if the block fails, it is removed."""
+    if "\0" in str(root):
+        raise UsageError(f"root={str(root)!r} has a null byte: choose a directory that you may write to")
     made_root = False
     staged = root / f".headway-{secrets.token_hex(8)}.tmp"
     try:
@@ -110,7 +112,7 @@ def _staging(root: Path) -> Iterator[Path]:
             if not root.is_dir():
                 made_root = _make_root(root)
             files.make_dir(staged)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise _unusable(root, error) from error
         yield staged
     except BaseException:
@@ -131,8 +133,8 @@ def _make_root(root: Path) -> bool:
     return True
 
 
-def _unusable(root: Path, error: Exception) -> HeadwayError:
-    if isinstance(error, OSError) and error.errno in _STORAGE_FAILED:
+def _unusable(root: Path, error: OSError) -> HeadwayError:
+    if error.errno in _STORAGE_FAILED:
         return StorageError(
             f"could not create a run in {root}: {error.strerror}; free space or choose another root"
         )
@@ -140,9 +142,8 @@ def _unusable(root: Path, error: Exception) -> HeadwayError:
         return UsageError(
             f"could not create the run root {root}: create {root.parent} first, or choose another root"
         )
-    reason = error.strerror if isinstance(error, OSError) else str(error)
     return UsageError(
-        f"could not create a run in {str(root)!r}: {reason}; choose a directory that you may write to"
+        f"could not create a run in {str(root)!r}: {error.strerror}; choose a directory that you may write to"
     )
 
 

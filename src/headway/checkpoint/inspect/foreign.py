@@ -58,7 +58,7 @@ _EXPECTED = re.compile(  # the types in a state; all other imports of a pickle a
     r"collections\.(OrderedDict|defaultdict|Counter)|torch\._utils\._rebuild_\w+|torch\._tensor\._rebuild_from_type_v2"
     r"|torch\.(\w+Storage|Size|device|strided|(b?float|u?int|complex)[0-9]\w*|bool)|torch\.storage\.\w+Storage"
     r"|torch\.serialization\._get_layout|torch\.nn\.parameter\.Parameter|torch\.distributed\.checkpoint\.(metadata\.\w+|filesystem\._StorageInfo)"
-    r"|(builtins|__builtin__)\.(dict|list|set|int|float|complex|tuple)|pathlib\.\w*Path"
+    r"|(builtins|__builtin__)\.(dict|list|set|int|float|complex|tuple)|pathlib\.(_local\.)?\w*Path"
 )
 
 
