@@ -380,7 +380,7 @@ class Slurm(ClusterTarget):
             name == "gres" and "gpu" in value and self.ntasks_per_node is None
         )
         if is_gpus or name.startswith("ntasks"):
-            settings = "--gpus-per-node and --ntasks-per-node" if is_gpus else "--nodes and --ntasks-per-node"
+            settings = "--gpus-per-node" if is_gpus else "--nodes and --ntasks-per-node"
             raise UsageError(
                 f"extra: --{name}={value:.80} does not say how many ranks each node gets; use {settings} instead"
             )
