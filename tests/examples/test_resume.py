@@ -84,6 +84,9 @@ def check_resume(
     assert same, difference
     assert last_checkpoint(whole) == last_checkpoint(cut)
     assert 0 < cut.info()["attempts"][-1]["step_started"] < kill_at
+    said = cut.log_file(0).read_text()
+    assert "resuming" in said
+    assert "training changes state" not in said, "an example has state that nobody saves"
     return whole
 
 

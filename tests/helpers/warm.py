@@ -42,11 +42,18 @@ _UsualPopen = subprocess.Popen
 class Popen(subprocess.Popen[Any]):
     """`subprocess.Popen`; what is no command of this interpreter starts as ever."""
 
+    always_forks = False
+
     def _execute_child(self, *args: Any) -> None:
         usual = super()._execute_child  # type: ignore[misc]
         given = inspect.signature(usual).bind(*args).arguments
         command = given["args"]
-        if _REAL or _parse(command) is None or given["preexec_fn"] or given["pass_fds"]:
+        if (
+            (_REAL and not self.always_forks)
+            or _parse(command) is None
+            or given["preexec_fn"]
+            or given["pass_fds"]
+        ):
             usual(*args)
             return
         environ = dict(os.environ if given["env"] is None else given["env"])
@@ -64,8 +71,14 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
 
 
-def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-    with mock.patch("subprocess.Popen", Popen):
+class ForkedPopen(Popen):
+    """The same, also with HEADWAY_FAULTS=full: for a table of hundreds of starts."""
+
+    always_forks = True
+
+
+def run(command: Sequence[str], *, fork: bool = False, **options: Any) -> subprocess.CompletedProcess[Any]:
+    with mock.patch("subprocess.Popen", ForkedPopen if fork else Popen):
         return subprocess.run(command, **options)
 
 

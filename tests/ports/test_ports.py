@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headway.testing import ranks
+from headway.train import Pipeline
 
 on_one_and_two = pytest.mark.parametrize(
     "size", [pytest.param(1, marks=ranks(1)), pytest.param(2, marks=ranks(2))]
@@ -24,6 +25,10 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(mine, expected), name
 
 
+def assert_all_is_saved(pipe: Pipeline) -> None:
+    assert "training changes state" not in pipe.directory.log_file(0).read_text()
+
+
 @on_one_and_two
 def test_mnist(size: int, tmp_path: Path) -> None:
     net, losses, accuracies = port_mnist.by_hand()
@@ -33,6 +38,7 @@ def test_mnist(size: int, tmp_path: Path) -> None:
     assert pipe.history["val/loss"] == pytest.approx(losses, rel=1e-6)
     assert pipe.history["val/accuracy"] == pytest.approx(accuracies)
     assert pipe.history["lr/adadelta"] == pytest.approx([1.0, 0.7])
+    assert_all_is_saved(pipe)
 
 
 @on_one_and_two
@@ -43,6 +49,7 @@ def test_gan(size: int, tmp_path: Path) -> None:
     for name, model in models.items():
         assert_same(pipe.registered_models[name].bare, model)
     assert [value for _, value in pipe.history.points("loss_d")] == pytest.approx(losses, rel=1e-6)
+    assert_all_is_saved(pipe)
 
 
 @on_one_and_two
@@ -58,6 +65,7 @@ def test_dino(size: int, tmp_path: Path) -> None:
     again = port_dino.ported(tmp_path / "cut")
     assert_same(again.registered_models["teacher"].bare, teacher)
     assert torch.equal(again.registered_models["loss"].bare.center, center)
+    assert_all_is_saved(again)
 
 
 @on_one_and_two

@@ -49,6 +49,7 @@ from headway.train.model.named_parts import NamedParts
 from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredModel, prepare
 from headway.train.model.schedules import SchedulerLike, make_schedule
 from headway.train.resume.checkpointer import Checkpointer
+from headway.train.resume.generators import OwnGenerator, SavedGenerator
 from headway.train.resume.state import StatefulObject, gather, restore
 from headway.train.run_state import RunState
 from headway.train.settings import CheckpointOptions, checkpoint_settings
@@ -241,22 +242,39 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             )
         self._state.callbacks.append(callback)
 
-    def register_state(self, name: str, thing: StatefulObject) -> None:
+    def register_state(self, name: str, thing: StatefulObject | OwnGenerator) -> None:
         """Saves an object in checkpoints and restores it: anything with `state_dict` and `load_state_dict`.
 
-        Its state consists of tensors and plain values and is the same on all ranks; rank 0's is saved.
+        Its state consists of tensors and plain values and is the same on all ranks, or the save is refused. A generator
+        of torch, numpy or Python is registered as it is.
 
         >>> pipe.register_state("queue", queue)
         """
-        check_new("state", name, self._state.registered_state)
-        if not isinstance(thing, StatefulObject):
-            raise UsageError(
-                f"state {name!r} is of type {type(thing).__name__}: register an object with state_dict() and "
-                "load_state_dict()"
-            )
+        thing = self._checked_state(name, thing)
         if isinstance(thing, EpochMetric):
             keep_metric(name, thing, self.world)
         self._state.registered_state[name] = thing
+
+    def register_rank_state(self, name: str, thing: StatefulObject | OwnGenerator) -> None:
+        """Saves an object of which each rank has its own, such as an environment, and restores it on the same rank.
+
+        On another number of ranks, the run is refused unless the object has `load_rank_states(states)`, which gets the
+        states of all ranks in a list.
+
+        >>> pipe.register_rank_state("env", env)
+        """
+        self._state.rank_states[name] = self._checked_state(name, thing)
+
+    def _checked_state(self, name: str, thing: object) -> StatefulObject:
+        check_new("state", name, self._state.registered_state | self._state.rank_states)
+        if isinstance(thing, OwnGenerator):
+            return SavedGenerator(thing)
+        if not isinstance(thing, StatefulObject):
+            raise UsageError(
+                f"state {name!r} is of type {type(thing).__name__}: register a random number generator, or an object "
+                "with state_dict() and load_state_dict()"
+            )
+        return thing
 
     def enable_checkpointing(
         self, root: str | Path | None = None, **options: Unpack[CheckpointOptions]

@@ -60,6 +60,9 @@ class RunState:
         self.callbacks: list[Callback] = []
         self.schedules: dict[str, Schedule] = {}
         self.registered_state: dict[str, StatefulObject] = {}
+        """equal on all ranks"""
+        self.rank_states: dict[str, StatefulObject] = {}
+        """of each rank its own"""
         self.sinks: list[Sink] = []
         self.media_settings = MediaSettings()
         self.media: MediaWriter | None = None

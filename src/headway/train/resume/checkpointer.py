@@ -39,7 +39,7 @@ from headway.system.log import logger
 from headway.system.text import format_duration
 from headway.train.loop_state import SAVE, LoopState
 from headway.train.metrics.meter import LogPoint, Value
-from headway.train.resume import attempts, end_of_run, state
+from headway.train.resume import attempts, end_of_run, rank_states, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import RankState
 from headway.train.resume.registered import RegisteredSettings, Settings
@@ -443,10 +443,10 @@ class Checkpointer:
         shared["rates"] = {name: schedule.used_rates() for name, schedule in self.run.schedules.items()}
         if self.run.media and self._before_validation is None:  # a resumed run repeats the whole validation
             self.run.media.save_point(self.run.steps_done)
+        gathered = state.gather(self.run) | {"run": shared}
+        rank_states.check_equal(pipe, gathered["registered"])
         self.saver.save(
-            state.contribution(
-                pipe, state.gather(self.run) | {"run": shared}, from_root=self._saves_root_state
-            ),
+            state.contribution(pipe, gathered, from_root=self._saves_root_state),
             step=self.run.steps_done,
             local=facts["local"],
             metrics=self._metrics.scalars(self.run.steps_done),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -34,14 +34,14 @@ def find(loader: object, *, samples: bool | None = None) -> dict[str, OwnGenerat
 
 def capture(loader: object) -> dict[str, Any]:
     """Returns the states of all generators of a loader as plain values."""
-    return {path: _state(each) for path, each in find(loader).items()}
+    return {path: state_of(each) for path, each in find(loader).items()}
 
 
 def restore(loader: object, states: Mapping[str, Any]) -> None:
     """Restores the result of `capture`, for generators that the loader still has."""
     for path, each in find(loader).items():
         if path in states:
-            _set_state(each, states[path])
+            set_state(each, states[path])
 
 
 def _walk(thing: object, path: str, depth: int, samples: bool) -> Iterator[tuple[str, OwnGenerator]]:
@@ -60,7 +60,7 @@ def _walk(thing: object, path: str, depth: int, samples: bool) -> Iterator[tuple
             yield from _walk(part, f"{path}.{name}" if path else name, depth + 1, samples)
 
 
-def _state(generator: OwnGenerator) -> Any:
+def state_of(generator: OwnGenerator) -> Any:
     match generator:
         case torch.Generator():
             return generator.get_state().numpy().tobytes().hex()
@@ -72,7 +72,7 @@ def _state(generator: OwnGenerator) -> Any:
             return _plain(generator.get_state(legacy=False))
 
 
-def _set_state(generator: OwnGenerator, state: Any) -> None:
+def set_state(generator: OwnGenerator, state: Any) -> None:
     match generator:
         case torch.Generator():
             generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
@@ -82,6 +82,20 @@ def _set_state(generator: OwnGenerator, state: Any) -> None:
             generator.bit_generator.state = state
         case _:
             generator.set_state(state)
+
+
+@final
+class SavedGenerator:
+    """A generator that a pipeline saves under a name."""
+
+    def __init__(self, generator: OwnGenerator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": state_of(self.generator)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state(self.generator, state["state"])
 
 
 def _plain(state: Any) -> Any:

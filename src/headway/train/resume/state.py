@@ -28,7 +28,7 @@ from headway.system.log import logger
 from headway.system.text import shorten_list
 from headway.train.metrics.epoch_metrics import load_metric_state, metric_state
 from headway.train.model.initial_weights import adapter_config, adapter_name, is_adapted
-from headway.train.resume import optimizers
+from headway.train.resume import optimizers, rank_states
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -62,6 +62,8 @@ def gather(run: RunState) -> dict[str, Any]:
         "stages": {stage.name: stage.state_dict() for stage in run.stage_states},
         "history": pipe.history.state_dict(),
         "registered": {name: metric_state(each) for name, each in run.registered_state.items()},
+        "rank_states": dict.fromkeys(run.rank_states, pipe.world.world_size),
+        **rank_states.gather(run.rank_states, pipe.world.rank),
         "progress": {"step": run.steps_done, "epoch": run.epoch},
     }
 
@@ -85,8 +87,11 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
         "schedulers": pipe.schedulers,
         "stages": [stage.name for stage in pipe.stages],
         "registered": run.registered_state,
+        "rank_states": run.rank_states,
     }.items():
-        _check_names(kind, known, state[kind])
+        _check_names(kind.replace("_", " "), known, state[kind])
+    before = max(state["rank_states"].values(), default=0)
+    rank_states.check_ranks(run.rank_states, before=before, now=pipe.world.world_size)
     for name, model in pipe.registered_models.items():
         _check_tensors(name, model.state_dict(), state["models"][name])
         with _loading("model", name):
@@ -104,6 +109,8 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
     for name, each in run.registered_state.items():
         with _loading("state", name):
             load_metric_state(each, state["registered"][name])
+    with _loading("rank states", ", ".join(run.rank_states)):
+        rank_states.restore(run.rank_states, state, pipe.world.rank)
     pipe.history.load_state_dict(state["history"])
     run.steps_done, run.epoch = state["progress"]["step"], state["progress"]["epoch"]
 
@@ -179,13 +186,24 @@ def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> d
         for kind in ("models", "averages")
     }
     steps = {name: optimizers.contribution(saved, kept) for name, saved in state["optimizers"].items()}
-    return {**models, "optimizers": steps}
+    own = rank_states.part_of(pipe.world.rank)
+    return {**models, "optimizers": steps} | ({own: state[own]} if own in state else {})
 
 
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
     """Returns the destinations for loading a checkpoint: each rank reads only its shards, and all else as saved."""
-    plain = dict.fromkeys(("schedulers", "stages", "history", "registered", "progress", "run"))
+    plain = dict.fromkeys(("schedulers", "stages", "history", "registered", "rank_states", "progress", "run"))
+    plain |= dict.fromkeys(_rank_parts(pipe, path))
     return {**plain, **_model_states(pipe), "optimizers": _optimizer_shards(pipe, path)}
+
+
+def _rank_parts(pipe: Pipeline, path: Path) -> list[str]:
+    """Returns the parts with states of ranks that this rank reads."""
+    with CheckpointDirectory(path) as directory:
+        manifest = read_manifest(directory)
+        names = read_document(directory, manifest, STATE)["rank_states"]
+    world = pipe.world
+    return rank_states.parts(names, world.rank, before=manifest.world_size, now=world.world_size)
 
 
 def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:

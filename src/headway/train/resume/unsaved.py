@@ -1,6 +1,6 @@
 """State that training changes but no checkpoint has: modules that are not registered, buffers that are not persistent,
-generators that a dataset owns, and gradients that are accumulated in a user's loop. And buffers that checkpoints have,
-but with NaN."""
+state of Python, generators that a dataset owns, and gradients that are accumulated in a user's loop. And buffers that
+checkpoints have, but with NaN."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from headway.system.log import logger
 from headway.system.text import shorten_list
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.resume import generators
+from headway.train.resume.python_state import PythonState
 
 if TYPE_CHECKING:
     from headway.train.run_state import RunState
@@ -36,16 +37,15 @@ class UnsavedState:
     def __init__(self, run: RunState) -> None:
         self._run, self._pipe = run, run.pipe
         self._before: dict[str, Tensor] = {}
+        self._named = set[str]()  # buffers
         self._updates: dict[str, tuple[int, object]] = {}  # by optimizer: in which step, with which gradients
         self._gradients_named = self._nan_named = False
+        self._python_state = PythonState(run)
 
     def begin(self) -> None:
         """Copies buffers before training, to compare them later; warns about generators."""
-        self._before = {
-            name: buffer.detach().clone()
-            for name, buffer in self._buffers(persistent=False).items()
-            if buffer.numel() <= _MOST_ELEMENTS
-        }
+        self._before = self._copies()
+        self._python_state.begin()
         if any(stage.loop_is_users for stage in self._run.stage_states):
             for name, optimizer in self._pipe.optimizers.items():
                 optimizer.register_step_post_hook(partial(self._note_update, name))
@@ -58,22 +58,40 @@ class UnsavedState:
                 )
 
     def check(self) -> None:
-        """Warns about such buffers and gradients not yet applied; call it when a checkpoint is written."""
+        """Warns about state that has changed, and about gradients not yet applied; call it before each save."""
         self._check_gradients()
         self._check_finite()
-        if not self._before:
-            return
-        now = self._buffers(persistent=False)
+        self._check_buffers()
+        if changed := self._python_state.changed():
+            self._warn(
+                f"training changes state that checkpoints do not have ({shorten_list(changed)}), so a resumed run "
+                "begins with its initial values: pass it to pipe.register_state(), a generator as it is, and anything "
+                "else in an object with state_dict() and load_state_dict()"
+            )
+
+    def _check_buffers(self) -> None:
+        """Warns about buffers that change and are not persistent; one that a call creates counts if it changes then."""
+        now = self._copies()
         changed = [
             name for name, old in self._before.items() if name in now and not torch.equal(now[name], old)
         ]
+        self._before = {
+            name: copy for name, copy in now.items() if name not in changed and name not in self._named
+        }
+        self._named.update(changed)
         if changed:
-            self._before = {}
             self._warn(
                 f"training changes buffers that are not persistent, so checkpoints do not have them "
                 f"({shorten_list(changed)}): register them with persistent=True, or a resumed run begins with their "
                 "initial values"
             )
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in self._buffers(persistent=False).items()
+            if buffer.numel() <= _MOST_ELEMENTS
+        }
 
     def _check_finite(self) -> None:
         """Warns about NaN in a buffer, such as the statistics of batch norm; infinity may be part of a mask."""

@@ -1,0 +1,429 @@
+"""State that training keeps in Python: attributes, module globals, closures and random number generators.
+
+No checkpoint has it unless it is registered. It is looked for in stages, callbacks, the pipeline, modules, optimizers,
+schedulers and datasets, and in the modules of the program. What is looked for, and how much of it, is bounded.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import sysconfig
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from headway.train.metrics.epoch_metrics import EpochMetric
+from headway.train.resume import generators
+from headway.train.resume.assignments import Assignments
+from headway.train.resume.generators import OwnGenerator
+from headway.train.resume.state import StatefulObject
+
+if TYPE_CHECKING:
+    from headway.train.run_state import RunState
+
+_MOST_SLOTS = 5000
+_MOST_ITEMS = 100
+_MOST_BYTES = 1 << 20
+_DEEPEST = 5
+_Plain = int | float | complex | str | bytes | bool | np.generic
+_CONTAINERS = (list, dict, set, deque)
+_MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
+_OPTIMIZERS_OWN = frozenset({"state", "param_groups", "defaults"})
+_PIPELINES_OWN = frozenset({"config", "name"})
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """An attribute, variable or closure cell, and what was in it."""
+
+    name: str
+    """its own, as code has it"""
+    value: object
+    """kept, since Python reuses ids"""
+    content: object
+
+
+@final
+class PythonState:
+    """Finds state that training changes and no checkpoint has."""
+
+    def __init__(self, run: RunState) -> None:
+        self._run, self._pipe = run, run.pipe
+        self._seen: dict[str, Slot] = {}
+        self._named = set[str]()
+        self._assignments: Assignments | None = None
+
+    def begin(self) -> None:
+        """Notes what there is before training."""
+        self._seen = self._walk().slots
+
+    def changed(self) -> list[str]:
+        """Returns what has changed since it was first seen, each once.
+
+        What was empty or missing may be a cache, which the first use fills; it counts if it changes after that.
+        """
+        walk, found = self._walk(), dict[str, None]()
+        for path, slot in walk.slots.items():
+            before = self._seen.get(path)
+            if before is None or _is_empty(before.value):
+                self._seen[path] = slot
+            elif path not in self._named and slot.content != before.content and self._carries(before, slot):
+                self._named.add(path)
+                found[next((each[:-1] for each in walk.savable if path.startswith(each)), path)] = None
+        return list(found)
+
+    def _carries(self, before: Slot, now: Slot) -> bool:
+        """Whether a later step depends on a value that has changed, rather than only on what it assigns itself."""
+        if isinstance(now.value, OwnGenerator):
+            return now.value is before.value
+        if now.value is before.value:
+            if isinstance(now.value, dict) and _only_grew(before.content, now.content):
+                return False  # a cache
+            return not isinstance(now.value, list | deque) or self._code().read(now.name)
+        return self._code().carry(now.name)
+
+    def _code(self) -> Assignments:
+        if self._assignments is None:
+            self._assignments = Assignments(self._functions())
+        return self._assignments
+
+    def _functions(self) -> Iterator[FunctionType]:
+        """Yields the functions of the program, and of the classes of what it has registered."""
+        owners: list[Any] = [*_users_modules(), *(type(each) for each in self._objects())]
+        for owner in dict.fromkeys(owners):
+            scopes = [owner, *owner.__mro__] if isinstance(owner, type) else [owner]
+            for value in [value for scope in scopes for value in list(vars(scope).values())]:
+                if isinstance(value, type) and is_users(value):
+                    yield from filter(None, map(_function, vars(value).values()))
+                elif function := _function(value):
+                    yield function
+
+    def _objects(self) -> list[object]:
+        run, pipe = self._run, self._pipe
+        modules = [part for model in pipe.registered_models.values() for part in model.bare.modules()]
+        return [pipe, *pipe.stages, *run.callbacks, *pipe.optimizers.values(), *modules]
+
+    def _walk(self) -> _Walk:
+        walk = _Walk(self._saved())
+        pipe = self._pipe
+        for stage in pipe.stages:
+            walk.visit_attributes(stage.name, stage, skip={"_loop", "pipe"})
+        for callback in self._run.callbacks:
+            walk.visit_attributes(type(callback).__name__, callback)
+        walk.visit_attributes(type(pipe).__name__, pipe, skip=_PIPELINES_OWN)
+        for name, model in pipe.registered_models.items():
+            for key, module in model.bare.named_modules():
+                walk.visit_module(f"{name}.{key}" if key else name, module)
+        for name, optimizer in pipe.optimizers.items():
+            walk.visit_optimizer(name, optimizer)
+        for name, scheduler in pipe.schedulers.items():
+            walk.visit_functions(name, list(_scheduler_parts(scheduler)))
+        for name, loader in pipe.datasets.items():
+            walk.visit_loader(name, loader)
+        for module in _users_modules():
+            walk.visit_variables(_name_of(module), module)
+        return walk
+
+    def _saved(self) -> set[int]:
+        """Returns the ids of what checkpoints have, and of what headway owns."""
+        run, pipe = self._run, self._pipe
+        owned: list[object] = [pipe, run, pipe.world, pipe.config, pipe.history, *vars(pipe).values()]
+        owned += [*pipe.stages, *run.callbacks, *pipe.optimizers.values(), *pipe.schedulers.values()]
+        for model in pipe.registered_models.values():
+            owned += [model.wrapped, *model.bare.modules(), *model.bare.parameters(), *model.bare.buffers()]
+        for loader in pipe.datasets.values():
+            owned += [loader, *generators.find(loader).values()]
+        for thing in (*run.registered_state.values(), *run.rank_states.values()):
+            owned += list(_reachable(thing))
+        return {id(each) for each in owned if not isinstance(each, _Plain | None)}
+
+
+@final
+class _Walk:
+    """Visits objects, each once, and collects their slots by path."""
+
+    def __init__(self, known: set[int]) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.savable = list[str]()
+        """paths of objects that could be registered as they are"""
+        self._visited = known
+
+    def visit_attributes(self, path: str, thing: object, *, skip: Iterable[str] = ()) -> None:
+        """Visits the attributes of an object and of the user's classes of it."""
+        self._attributes(path, thing, skip, depth=0)
+
+    def visit_module(self, path: str, module: nn.Module) -> None:
+        """Visits the attributes of a registered module that are not part of its state."""
+        trusted = type(module).get_extra_state is not nn.Module.get_extra_state
+        if not trusted:
+            self._attributes(path, module, _MODULES_OWN, depth=0)
+
+    def visit_optimizer(self, path: str, optimizer: Optimizer) -> None:
+        own = vars(optimizer)
+        if any(isinstance(value, OwnGenerator) for value in own.values()) or is_users(type(optimizer)):
+            saved = {key for key in optimizer.state_dict() if isinstance(key, str)}
+            torchs = {name for name in own if name.startswith("_")}
+            self._attributes(path, optimizer, _OPTIMIZERS_OWN | saved | torchs, depth=0)
+
+    def visit_functions(self, path: str, functions: Iterable[object]) -> None:
+        """Visits what functions close over, and their default arguments."""
+        for function in functions:
+            self._function(path, function, depth=0)
+
+    def visit_loader(self, path: str, loader: object) -> None:
+        """Visits the dataset of a loader; of its containers only the generators, since others may be caches."""
+        parts = {"": loader} if is_users(type(loader)) and not isinstance(loader, StatefulObject) else {}
+        for name in ("dataset", "sampler", "batch_sampler", "collate_fn"):
+            part = getattr(loader, name, None)
+            if part is not None and not isinstance(part, StatefulObject):
+                parts[name] = part
+        for name, part in parts.items():
+            where = f"{path}.{name}" if name else path
+            if isinstance(part, FunctionType | MethodType | partial):
+                self._function(where, part, depth=0)
+            else:
+                self._attributes(where, part, (), depth=0, caches=True)
+
+    def visit_variables(self, path: str, module: ModuleType) -> None:
+        """Visits the variables of a module of the program, and the attributes of its classes."""
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type):
+                if value.__module__ == module.__name__:
+                    self._class(f"{path}.{name}", value, depth=1)
+            elif isinstance(value, FunctionType | partial):
+                self._function(f"{path}.{name}", value, depth=1)
+            elif not (name.startswith("__") or isinstance(value, ModuleType)):
+                self._slot(f"{path}.{name}", name, value, depth=1)
+
+    def _attributes(
+        self, path: str, thing: object, skip: Iterable[str], *, depth: int, caches: bool = False
+    ) -> None:
+        self._visited.add(id(thing))
+        users = is_users(type(thing))
+        if users:
+            self._class(path, type(thing), depth)  # first: an attribute of the object hides that of its class
+        for name, value in list(getattr(thing, "__dict__", {}).items()):
+            if name in skip or not (users or isinstance(value, OwnGenerator)):
+                continue
+            if caches and isinstance(value, (*_CONTAINERS, Tensor, np.ndarray)):
+                for place, generator in enumerate(_generators_in(value)):
+                    self._slot(f"{path}.{name}[{place}]", name, generator, depth)
+            else:
+                self._slot(f"{path}.{name}", name, value, depth)
+
+    def _class(self, path: str, kind: type, depth: int) -> None:
+        """Visits the attributes of a user's class and its bases, and what their methods close over."""
+        for each in kind.__mro__:
+            if id(each) in self._visited or not is_users(each):
+                continue
+            self._visited.add(id(each))
+            for name, value in list(vars(each).items()):
+                if function := _function(value):
+                    self._function(path, function, depth)
+                elif not (name.startswith("__") or isinstance(value, type)):
+                    self._slot(f"{path}.{name}", name, value, depth)
+
+    def _function(self, path: str, function: object, depth: int) -> None:
+        if depth > _DEEPEST or id(function) in self._visited:
+            return
+        if isinstance(function, partial):
+            self._visited.add(id(function))
+            self._function(path, function.func, depth + 1)
+            return
+        if isinstance(function, MethodType):
+            self._slot(path, path.rpartition(".")[2], function.__self__, depth + 1)
+            function = function.__func__
+        function = _function(function)
+        if function is None or not _is_users_module(function.__module__):
+            return
+        self._visited.add(id(function))
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            try:
+                value = cell.cell_contents
+            except ValueError:  # it is not assigned yet
+                continue
+            self._slot(f"{path}.{name}", name, value, depth + 1)
+
+    def _slot(self, path: str, name: str, value: object, depth: int) -> None:
+        if len(self.slots) >= _MOST_SLOTS or depth > _DEEPEST or isinstance(value, type | ModuleType):
+            return
+        if isinstance(value, FunctionType | MethodType | partial):
+            self._function(path, value, depth)
+            return
+        if not isinstance(value, _Plain | tuple | frozenset | None):
+            if id(value) in self._visited or _is_metric(value):
+                return
+            self._visited.add(id(value))
+        if isinstance(value, nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler):
+            self.slots[path] = Slot(name=name, value=value, content=_content_of_part(value))
+        elif isinstance(value, OwnGenerator | Tensor | np.ndarray | _Plain | tuple | frozenset | None):
+            self.slots[path] = Slot(name=name, value=value, content=_content(value))
+        elif isinstance(value, _CONTAINERS):
+            self.slots[path] = Slot(name=name, value=value, content=_content(value))
+            for place, each in enumerate(_objects_in(value)):
+                self._slot(f"{path}[{place}]", name, each, depth + 1)
+        elif is_users(type(value)):
+            if isinstance(value, StatefulObject):
+                self.savable.append(f"{path}.")
+            self._attributes(path, value, (), depth=depth + 1)
+
+
+def _content(value: object, depth: int = 0) -> object:
+    """Returns what tells whether a value has changed; of tensors identity and version, which need no device."""
+    match value:
+        case Tensor():
+            if value.grad_fn is not None and depth:
+                return "activation"  # not kept from step to step, since its graph is freed
+            return id(value), 0 if value.is_inference() else value._version
+        case np.ndarray():
+            part = value.reshape(-1)[: _MOST_BYTES // max(1, value.itemsize)]
+            return value.shape, None if value.dtype.hasobject else zlib.crc32(part.tobytes())
+        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+            return repr(generators.state_of(value)) if not depth else None  # within a container it has a slot
+        case float() | complex() | np.generic():
+            return repr(value)  # nan equals nan
+    if isinstance(value, set | frozenset):
+        return len(value), hash(frozenset(value))
+    if depth >= _DEEPEST:
+        return None
+    if isinstance(value, dict):
+        return {key: _content(part, depth + 1) for key, part in islice(value.items(), _MOST_ITEMS)} | {
+            "len": len(value)
+        }
+    if isinstance(value, list | tuple | deque):
+        ends = [value[place] for place in _ends(len(value))]
+        return len(value), [_content(part, depth + 1) for part in ends]
+    return value if isinstance(value, _Plain) else None
+
+
+def _content_of_part(part: nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler) -> object:
+    if isinstance(part, nn.Module):
+        return [_content(each) for each in (*part.parameters(), *part.buffers())]
+    return _content(part.state_dict())
+
+
+def _ends(length: int) -> Iterable[int]:
+    """Returns the places of the first and last items of a list."""
+    if length <= _MOST_ITEMS:
+        return range(length)
+    return [*range(_MOST_ITEMS // 2), *range(length - _MOST_ITEMS // 2, length)]
+
+
+def _only_grew(before: object, now: object) -> bool:
+    """Whether a dict has new keys and no other change."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return False
+    return now["len"] > before["len"] and all(now.get(key) == before[key] for key in before if key != "len")
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, (*_CONTAINERS, tuple)) and len(value) == 0)
+
+
+def _is_metric(value: object) -> bool:
+    """Whether this is a metric for `add_metric`, which each epoch or validation resets."""
+    return isinstance(value, EpochMetric) and not isinstance(value, type)
+
+
+def _parts(value: Any) -> list[Any]:
+    return list(islice(value.values() if isinstance(value, dict) else value, _MOST_ITEMS))
+
+
+def _objects_in(value: Any) -> Iterator[object]:
+    """Yields the items of a container whose own attributes may change."""
+    for part in _parts(value):
+        if isinstance(part, (*_CONTAINERS, tuple)):
+            yield from _objects_in(part)
+        elif isinstance(part, OwnGenerator) or not isinstance(part, _Plain | Tensor | np.ndarray | None):
+            yield part
+
+
+def _generators_in(value: Any, depth: int = 0) -> Iterator[OwnGenerator]:
+    if isinstance(value, OwnGenerator):
+        yield value
+    elif isinstance(value, (*_CONTAINERS, tuple)) and depth < _DEEPEST:
+        for part in _parts(value):
+            yield from _generators_in(part, depth + 1)
+
+
+def _reachable(thing: object, depth: int = 0) -> Iterator[object]:
+    """Yields an object and what it holds."""
+    yield thing
+    if depth >= _DEEPEST or isinstance(thing, _Plain | Tensor | np.ndarray | type | ModuleType | None):
+        return
+    if isinstance(thing, (*_CONTAINERS, tuple)):
+        parts = _parts(thing)
+    else:
+        parts = list(getattr(thing, "__dict__", {}).values())
+    for part in parts[:_MOST_ITEMS]:
+        yield from _reachable(part, depth + 1)
+
+
+def _scheduler_parts(scheduler: object, depth: int = 0) -> Iterator[object]:
+    """Yields the functions of a scheduler, which it does not save, and of those that it consists of."""
+    for value in vars(scheduler).values():
+        for part in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(part, LRScheduler) and depth < _DEEPEST:
+                yield from _scheduler_parts(part, depth + 1)
+            elif isinstance(part, FunctionType | MethodType | partial):
+                yield part
+
+
+def _function(value: object) -> FunctionType | None:
+    """Returns the function of a method, property or decorated function."""
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "func", value)
+    return value if isinstance(value, FunctionType) else None
+
+
+# --- which code is the user's
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class belongs to the program, and not to a library."""
+    return _is_users_module(kind.__module__)
+
+
+def _users_modules() -> list[ModuleType]:
+    return [module for name, module in list(sys.modules.items()) if _is_users_module(name)]
+
+
+def _name_of(module: ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    return Path(file).stem if module.__name__ == "__main__" and file else module.__name__
+
+
+def _is_users_module(name: str | None) -> bool:
+    module = sys.modules.get(name or "")
+    if module is None:
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return name == "__main__"  # a notebook
+    return _is_users_file(file)
+
+
+@cache
+def _is_users_file(file: str) -> bool:
+    paths = sysconfig.get_paths()
+    libraries = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    libraries += [sys.prefix, str(Path(__file__).parents[2])]
+    return not any(Path(file).is_relative_to(each) for each in libraries)
