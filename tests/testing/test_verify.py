@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,15 @@ from headway.record.ledger import LedgerContents, LedgerRow
 from headway.run import Run
 from headway.system import environment
 from headway.testing import verify, verify_resume
-from headway.testing.verify import ResumeReport, Verdict, compare, last_checkpoint, points
+from headway.testing.verify import (
+    ResumeReport,
+    Verdict,
+    compare,
+    compare_losses,
+    find_difference,
+    last_checkpoint,
+    points,
+)
 
 SCRIPT = """
 import torch
@@ -32,12 +41,12 @@ class Fit(hw.TrainValStage):
     def step(self, batch):
         global calls
         calls += 1
-        x = batch[0] + torch.rand(1)
+        x = batch[0] + {noise}
         {forgets}
         return self.models["net"](x).square().mean()
 
 hw.init(device="cpu")
-hw.seed(0, scope="rank")
+hw.seed(0)
 data = torch.utils.data.TensorDataset(torch.linspace(0, 1, 32)[:, None])
 pipe = hw.Pipeline(name="fit")
 pipe.register_model("net", torch.nn.Linear(1, 1))
@@ -56,10 +65,15 @@ def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def script(
-    folder: Path, *, forgets: str = "", keeps: str = "pipe.enable_checkpointing()", workers: int = 0
+    folder: Path,
+    *,
+    forgets: str = "",
+    keeps: str = "pipe.enable_checkpointing()",
+    workers: int = 0,
+    noise: str = "torch.rand(1)",
 ) -> str:
     path = folder / "fit.py"
-    path.write_text(SCRIPT.format(forgets=forgets, keeps=keeps, workers=workers))
+    path.write_text(SCRIPT.format(forgets=forgets, keeps=keeps, workers=workers, noise=noise))
     return str(path)
 
 
@@ -167,13 +181,19 @@ def test_a_script_that_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFi
     options = ["--nproc", "1", "--other-nproc", "2", "--at", "first-epoch", "--json", "--keep", str(tmp_path)]
     assert main(["verify-resume", *options, script(tmp_path, workers=1)]) == 0
     printed = capsys.readouterr()
-    assert "; 5 starts left, none much longer: at most about " in printed.err
+    started, _, after_it, _, verdict, *_ = printed.err.splitlines()
+    assert started.endswith("up to 6 starts, each as long as an uninterrupted run")
+    assert "; 5 starts left, none much longer: at most about " in after_it
+    assert "same: losses, samples" in verdict, "as soon as it is known"
     report = json.loads(printed.out)
     assert report["ok"] and report["steps"] == 16
     same, other, end = report["verdicts"]
     assert (same["ranks_after"], same["killed_at"], same["resumed_from"], same["repeated"]) == (1, 5, 4, 1)
     assert same["words"] == "losses, samples and random numbers of all steps, and the last checkpoint"
-    assert (other["ranks_after"], other["words"]) == (2, "samples of all steps")
+    assert other["ranks_after"] == 2
+    assert other["words"].startswith(
+        "samples of all steps; not losses and weights, since training draws random"
+    )
     assert end["words"] == "nothing was done"
     assert len(list(tmp_path.glob("verify-*"))) == 3, "kept"
 
@@ -188,6 +208,63 @@ def test_a_script_that_forgets_something(tmp_path: Path) -> None:
     assert "two uninterrupted runs differ" not in verdict.words
 
 
+KEEPS = """
+class Seen:
+    steps = 0
+    def state_dict(self):
+        return {"steps": self.steps, "queue": torch.full((3,), float(self.steps))}
+    def load_state_dict(self, state):
+        self.steps = state["steps"] LOSES
+seen = Seen()
+pipe.register_state("seen", seen)
+pipe.enable_checkpointing()
+"""
+COUNTS = "seen.steps += self.training"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("quick_starts")
+@pytest.mark.parametrize(
+    ("on_two_ranks", "loses", "words"),
+    [
+        ("", "", "samples of all steps; losses, weights and registered state within 0.01 of them"),
+        ("x = x * (hw.world_size() * 0.1 + 0.9)", "", "loss from step 13 on: "),
+        (
+            "",
+            "* (hw.world_size() == 1)",
+            "registered.seen.queue of the last checkpoint, by more than 0.01 of it",
+        ),
+    ],
+    ids=["same", "loss", "registered"],
+)
+def test_losses_weights_and_registered_state_on_another_number_of_ranks(
+    on_two_ranks: str, loses: str, words: str, tmp_path: Path
+) -> None:
+    keeps, forgets = KEEPS.replace("LOSES", loses), f"{COUNTS}; {on_two_ranks}"
+    path = script(tmp_path, forgets=forgets, keeps=keeps, noise="0")
+    lines: list[str] = []
+    report = verify_resume(path, other_nproc=2, quick=True, progress=lines.append)
+    assert [verdict.point for verdict in report.verdicts[:2]] == ["in the middle of the last epoch"] * 2
+    same, other, end = report.verdicts
+    assert same.same and end.same
+    assert other.words.startswith(words) and other.same is (not loses and not on_two_ranks)
+    assert lines[0] == "up to 6 starts, each as long as an uninterrupted run"
+    assert f"  {other.verdict}" in lines
+
+
+def test_what_is_close() -> None:
+    one = {"a": 1.0, "n": 3, "t": torch.tensor([100.0, 1.0]), "nan": math.nan}
+    assert find_difference(one, dict(one), tolerance=0.0) is None
+    for name, value in {"a": 1.02, "n": 4, "t": torch.tensor([100.0, 3.0]), "nan": 1.0}.items():
+        assert find_difference(one, one | {name: value}, tolerance=0.01) == name
+    assert find_difference(one, one | {"a": 1.001, "t": torch.tensor([100.0, 1.1])}, tolerance=0.01) is None
+    assert find_difference(one, one | {"a": 1.001}, tolerance=0.0) == "a"
+    assert find_difference(one, {**one, "more": 1}, tolerance=0.01) == "more"
+    near = book(*(row(step, loss=(step * 1.001).hex()) for step in range(1, 31)))
+    assert compare_losses(GOLDEN, near, 0.01) is None
+    assert compare_losses(GOLDEN, near, 0.0001) == "loss from step 1 on: 1 and 1.001"
+
+
 @pytest.mark.usefixtures("quick_starts")
 def test_a_training_of_one_epoch_is_killed_at_two_points_and_the_report_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -195,8 +272,12 @@ def test_a_training_of_one_epoch_is_killed_at_two_points_and_the_report_says_so(
     path = Path(script(tmp_path))
     path.write_text(path.read_text().replace("max_epochs=2", "max_epochs=1"))
     assert main(["verify-resume", "--json", str(path)]) == 0
-    report = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
     assert report["left_out"] == ["boundary", "last-epoch"] and len(report["verdicts"]) == 3
+    assert (
+        "up to 10 starts, each as long as an uninterrupted run; --quick kills once: 4 starts\n" in printed.err
+    )
     assert main(["verify-resume", "--at", "boundary", str(path)]) == 2
     assert "the training has one epoch, so it cannot be killed at 'boundary'" in capsys.readouterr().err
 
@@ -215,6 +296,8 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
         verify_resume(tmp_path / "absent.py")
     with pytest.raises(UsageError, match="first-epoch, boundary, last-epoch, end"):
         verify_resume(script(tmp_path), at=["middle"])
+    with pytest.raises(UsageError, match="quick chooses the point"):
+        verify_resume(script(tmp_path), at=["end"], quick=True)
     with pytest.raises(UsageError, match="saved no checkpoints"):
         verify_resume(script(tmp_path, keeps=""))
     with pytest.raises(HeadwayError, match=r"its last output(.|\n)*kaputt"):

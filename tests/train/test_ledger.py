@@ -229,3 +229,49 @@ def test_a_ledger_needs_a_loader_that_knows_its_samples() -> None:
         loader = TorchLoader(DATA)
         with pytest.raises(UsageError, match=r"got a DataLoader, .* pass the hw\.data\.DataLoader"):
             book.add(1, torch.zeros(()), loader)
+
+
+class Adversaries(hw.Stage):
+    """A loop of one's own, which names the losses of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(log_every=3)
+        self.losses: list[float] = []
+
+    def run_epoch(self) -> None:
+        for (x,) in self.batches():
+            loss = self.models["net"](x / 40).square().mean()
+            self.pipe.optimizers["sgd"].zero_grad()
+            loss.backward()
+            self.step_optimizer("sgd")
+            self.log("first", loss, weight=len(x), ledger=True)
+            self.log("second", 1.0, weight=float(len(x)), ledger=True)
+            self.losses.append((loss.item() + 1.0) / 2)
+
+
+def test_a_loop_of_ones_own_names_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = Adversaries()
+    run = fit(stage, hw.data.DataLoader(DATA, batch_size=8, shuffle=True))
+    found = [float.fromhex(row.loss or "nan") for row in ledger.load(run).rows]
+    assert len(found) == 10 and found == pytest.approx(stage.losses, rel=1e-6)
+
+
+def test_only_a_loop_of_ones_own_names_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Named(Watched):
+        def train_step(self, batch: Any) -> Tensor:
+            loss = super().train_step(batch)
+            self.log("own", loss, ledger=True)
+            return loss
+
+    with pytest.raises(UsageError, match="records the loss that step"):
+        fit(Named(), hw.data.DataLoader(DATA, batch_size=8))
+
+    class Early(Adversaries):
+        def pre_epoch(self) -> None:
+            self.log("early", 1.0, ledger=True)
+
+    with pytest.raises(UsageError, match="for the steps of a loop of your own"):
+        fit(Early(), hw.data.DataLoader(DATA, batch_size=8))

@@ -3,15 +3,16 @@
 The script runs once uninterrupted, with a ledger of what each step saw and did. Then it is killed with SIGKILL where
 resuming tends to go wrong, and started again with the same command. The ledgers are compared: on the same number of
 ranks, every loss, sample and random number, and the last checkpoint, must be equal bit for bit; on another number of
-ranks, the samples of every step.
+ranks, the samples of every step, and within a tolerance the losses, trained weights and registered state.
 """
 
 from __future__ import annotations
 
+import math
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -33,6 +34,10 @@ from headway.testing import faults
 _LONGEST_TIMEOUT_S = 1e9
 _SLOWER, _END_S = 2.0, 60.0
 """limit of a start that is killed: this multiple of an uninterrupted one, and these seconds to end"""
+_QUICK = ("last-epoch", "first-epoch")
+"""the point of a quick check: the first of these that the training has"""
+_TOLERANCE = 0.01
+"""how far losses and weights may be apart on another number of ranks, which sums in another order"""
 _OUTPUT_CHARS = 2000  # of the end of a script's output, shown when it fails
 
 POINTS = {
@@ -72,6 +77,10 @@ class Verdict:
     words: str
     """what was compared; if it differs, the first step that differs in both runs"""
 
+    @property
+    def verdict(self) -> str:
+        return ("same" if self.same else "DIFFERS") + f": {self.words}"
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +112,7 @@ class ResumeReport:
                 str(each.ranks) if each.ranks == each.ranks_after else f"{each.ranks} -> {each.ranks_after}",
                 f"step {each.resumed_from}",
                 str(each.repeated),
-                ("same" if each.same else "DIFFERS") + f": {each.words}",
+                each.verdict,
             )
             for each in self.verdicts
         ]
@@ -124,16 +133,20 @@ def verify_resume(
     nproc: int = 1,
     other_nproc: int | None = None,
     at: Sequence[str] | None = None,
+    quick: bool = False,
+    tolerance: float | None = None,
     keep: str | Path | None = None,
     timeout: float = 3600.0,
     progress: Callable[[str], object] = lambda _: None,
 ) -> ResumeReport:
     """Kills and resumes a script at up to four points, on `nproc` ranks and, if given, resumed on `other_nproc`.
 
-    `at` chooses points: first-epoch, boundary, last-epoch, end; by default all that the training has. The
-    script uses `pipe.enable_checkpointing`, whose interval is set from outside, or saves in a loop of its own with a
-    `hw.train.Ledger`. Runs are written to a temporary directory, or to `keep`. `timeout` is for one start; `progress`
-    is called with a line before each.
+    `at` chooses points: first-epoch, boundary, last-epoch, end; by default all that the training has. `quick` kills
+    once only. On another number of ranks, losses, weights and registered state may differ by the fraction `tolerance`,
+    by default 0.01. Without it they are not compared if training draws random numbers, since these are others there.
+    The script uses `pipe.enable_checkpointing`, whose interval is set from outside, or saves in a loop of its own with
+    a `hw.train.Ledger`. Runs are written to a temporary directory, or to `keep`. `timeout` is for one start; `progress`
+    is called with a line before each, and with each verdict.
 
     >>> report = hw.testing.verify_resume("train.py", ["--epochs", "2"], nproc=2, other_nproc=1)
     >>> assert report.ok, report.table()
@@ -149,32 +162,49 @@ def verify_resume(
         raise UsageError(
             f"timeout is {timeout!r:.40}; expected seconds above 0 and at most {_LONGEST_TIMEOUT_S:g}"
         )
+    if at and quick:
+        raise UsageError(f"quick chooses the point to kill at, and at={[*at]} names others: give one of them")
     start = time.monotonic()
     with ExitStack() as stack:
         directory = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))
-        trial = _Trial(script=str(script), args=list(args), directory=directory, timeout=timeout)
+        trial = _Trial(
+            script=str(script),
+            args=list(args),
+            directory=directory,
+            timeout=timeout,
+            tolerance=tolerance,
+        )
+        resumed_on = [nproc] if other_nproc is None else [nproc, other_nproc]
+        kills = (len(at) if at else 1 if quick else len(POINTS)) * len(resumed_on)
+        shorter = f"; --quick kills once: {2 + 2 * len(resumed_on)} starts" if kills > len(resumed_on) else ""
+        progress(f"up to {2 + 2 * kills} starts, each as long as an uninterrupted run{shorter}")
         progress(f"an uninterrupted run on {plural(nproc, 'rank')}")
         golden = trial.run_uninterrupted(nproc)
         took_s = time.monotonic() - start
-        chosen = _choose(golden, at)
-        resumed_on = [nproc] if other_nproc is None else [nproc, other_nproc]
+        chosen = _choose(golden, at, quick=quick)
         left = 2 * len(chosen) * len(resumed_on) + 1  # killed and resumed, and started again
         progress(
             f"it took {format_duration(took_s)}; {plural(left, 'start')} left, none much longer: at most about "
             f"{format_duration(left * took_s)}"
         )
-        verdicts = []
+        verdicts = list[Verdict]()
+
+        def note(verdict: Verdict) -> None:
+            verdicts.append(verdict)
+            progress(f"  {verdict.verdict}")
+
         for after, point in product(resumed_on, chosen):
             progress(f"killed {POINTS[point.name]}, at step {point.step}, then on {plural(after, 'rank')}")
-            verdicts.append(trial.kill(golden, point, nproc, after))
+            note(trial.kill(golden, point, nproc, after))
         progress("started again after its end")
-        verdicts.append(trial.start_again(golden, nproc))
+        note(trial.start_again(golden, nproc))
+        names = {each.name for each in chosen}
         return ResumeReport(
             script=str(script),
             steps=len(golden.last),
             seconds=round(time.monotonic() - start, 1),
             verdicts=verdicts,
-            left_out=[name for name in POINTS if at is None and name not in {each.name for each in chosen}],
+            left_out=[name for name in POINTS if not at and not quick and name not in names],
         )
 
 
@@ -193,9 +223,11 @@ def points(golden: LedgerContents) -> Iterator[KillPoint]:
     yield KillPoint(name="end", step=steps[-1].step, every=often)
 
 
-def _choose(golden: LedgerContents, at: Sequence[str] | None) -> list[KillPoint]:
+def _choose(golden: LedgerContents, at: Sequence[str] | None, *, quick: bool = False) -> list[KillPoint]:
     """Returns the points to kill at: those that are named, by default all that the run has."""
     found = {point.name: point for point in points(golden)}
+    if quick:
+        return [next(found[name] for name in _QUICK if name in found)]
     if missing := [name for name in at or () if name not in found]:
         raise UsageError(
             f"the training has one epoch, so it cannot be killed at {missing[0]!r}: train two epochs, or choose "
@@ -286,7 +318,82 @@ def _compare_ends(golden: Run, other: Run, words: str) -> tuple[bool, str]:
     wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if wrong:
         return False, f"{len(wrong)} of {len(mine)} tensors of the last checkpoint, the first one {wrong[0]}"
+    if (wrong_name := find_difference(_last_state(golden), _last_state(other), tolerance=0.0)) is not None:
+        return False, f"{wrong_name} of the last checkpoint"
     return True, f"{words}, and the last checkpoint"
+
+
+def _last_state(run: Run) -> dict[str, Any]:
+    """Returns the trained weights, their averages and the registered state in the last checkpoint of a run, by name.
+
+    Of a loop without a pipeline, these are all tensors.
+    """
+    from headway import checkpoint  # late: it imports torch
+
+    state = checkpoint.load(step_dir(run.checkpoints_dir, list_steps(run.checkpoints_dir)[-1])).state
+    if not {"models", "averages", "optimizers", "registered"} <= state.keys():
+        return {name: leaf for name, leaf in _leaves("", state) if hasattr(leaf, "is_floating_point")}
+    groups = [group for each in state["optimizers"].values() for group in each["groups"]]
+    trained = {name for group in groups for name in group["params"]}  # not buffers, which may count per rank
+    weights = _leaves("", {kind: state[kind] for kind in ("models", "averages")})
+    return dict(_leaves("registered", state["registered"])) | {
+        name: leaf for name, leaf in weights if name.partition(".")[2] in trained
+    }
+
+
+def _leaves(prefix: str, state: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(state, dict | list | tuple):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        for key, value in items:
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
+    else:
+        yield prefix, state
+
+
+def find_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], *, tolerance: float) -> str | None:
+    """Returns the name of the first value that differs by more than a fraction; whole numbers and texts must be equal.
+
+    >>> find_difference({"a": 1.0, "b": 2}, {"a": 1.001, "b": 3}, tolerance=0.01)
+    'b'
+    """
+    for name in sorted(mine.keys() | theirs.keys()):
+        if name not in mine or name not in theirs or not _are_close(mine[name], theirs[name], tolerance):
+            return name
+    return None
+
+
+def _are_close(mine: Any, theirs: Any, tolerance: float) -> bool:
+    if hasattr(mine, "is_floating_point") and hasattr(theirs, "is_floating_point"):  # tensors
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            return False
+        if not tolerance or not mine.is_floating_point():
+            return bool(((mine == theirs) | ((mine != mine) & (theirs != theirs))).all())
+        largest = max(float(mine.double().norm()), float(theirs.double().norm()))
+        return float((mine.double() - theirs.double()).norm()) <= tolerance * largest
+    if isinstance(mine, float) and isinstance(theirs, float):
+        return math.isclose(mine, theirs, rel_tol=tolerance) or (mine != mine and theirs != theirs)
+    return bool(mine == theirs)
+
+
+def compare_losses(golden: LedgerContents, other: LedgerContents, tolerance: float) -> str | None:
+    """Returns the first step whose loss differs by more than a fraction, with both losses; None if none does."""
+    losses = {
+        step: (float.fromhex(row.loss), float.fromhex(found))
+        for step, row in golden.last.items()
+        if row.loss is not None and (found := other.last[step].loss) is not None
+    }
+    least = 1e-3 * max(
+        (abs(mine) for mine, _ in losses.values()), default=0.0
+    )  # a loss may be rounded to almost 0
+    for step, (mine, theirs) in losses.items():
+        if not abs(mine - theirs) <= tolerance * max(abs(mine), abs(theirs), least) and mine == mine:
+            return f"loss from step {step} on: {mine:.6g} and {theirs:.6g}"
+    return None
+
+
+def _draws(golden: LedgerContents) -> bool:
+    """Whether training draws random numbers, which are others on another number of ranks."""
+    return len({row.random for row in golden.last.values()}) > 1
 
 
 def _differences(one: LedgerRow, other: LedgerRow, *, same_ranks: bool) -> list[str]:
@@ -317,6 +424,7 @@ class _Trial:
     args: list[str]
     directory: Path
     timeout: float
+    tolerance: float | None
     _took_s: float | None = None
     """how long the first uninterrupted start took"""
     _control: tuple[bool, str] | None = None
@@ -352,6 +460,8 @@ class _Trial:
         if same and nproc == after:
             assert self._finished is not None
             same, words = _compare_ends(self._finished, run, words)
+        elif same:
+            same, words = self._compare_closely(golden, run, words)
         if not same and nproc == after and not self._repeatable(golden, nproc)[0]:
             words += (
                 "\n    but two uninterrupted runs differ, too: seed all random numbers with hw.seed(), and on GPUs set "
@@ -367,6 +477,26 @@ class _Trial:
             repeated=point.step - began,
             words=words,
         )
+
+    def _compare_closely(self, golden: LedgerContents, run: Run, words: str) -> tuple[bool, str]:
+        """Compares a run that was resumed on another number of ranks: sums are rounded otherwise."""
+        assert self._finished is not None
+        if self.tolerance is None and _draws(golden):
+            return True, (
+                f"{words}; not losses and weights, since training draws random numbers, which are others on another "
+                "number of ranks: --tolerance 0.1 compares them"
+            )
+        tolerance = _TOLERANCE if self.tolerance is None else self.tolerance
+        wrong = compare_losses(golden, ledger.load(run), tolerance)
+        if wrong is None:
+            name = find_difference(_last_state(self._finished), _last_state(run), tolerance=tolerance)
+            wrong = None if name is None else f"{name} of the last checkpoint"
+        if wrong is not None:
+            return False, (
+                f"{wrong}, by more than {tolerance:.2g} of it: if that is due to batch normalization or to rounding, "
+                "pass --tolerance"
+            )
+        return True, f"{words}; losses, weights and registered state within {tolerance:.2g} of them"
 
     def start_again(self, golden: LedgerContents, nproc: int) -> Verdict:
         """Starts a finished run again: the same command must do nothing."""

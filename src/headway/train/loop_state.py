@@ -33,6 +33,7 @@ from headway.train.metrics.learning_rates import log_learning_rates
 from headway.train.metrics.meter import LogPoint, MetricAccumulator, Reduction, Scope, Value
 from headway.train.model.losses import RecentLosses
 from headway.train.model.optimizer_step import followers_of
+from headway.train.model.precision import copy_loss
 from headway.train.resume.positions import splits_evenly
 from headway.train.resume.replay import note_batch, read_stand_in
 from headway.train.resume.state import StatefulObject
@@ -151,6 +152,24 @@ class LoopState:
     ) -> None:
         if self._counts:
             self.meter.log(name, value, weight=weight, reduce=reduce, scope=scope)
+
+    def log_loss(self, name: str, value: Tensor | float, weight: Tensor | float) -> None:
+        """Keeps the loss of the current step for the ledger; several in one step are averaged."""
+        if not self.loop_is_users or not self.in_step:
+            raise UsageError(
+                f"log({name!r}, ledger=True) is for the steps of a loop of your own: a TrainValStage records the loss "
+                "that step() returns"
+            )
+        if isinstance(value, Tensor) and value.ndim:
+            raise UsageError(
+                f"log({name!r}, ledger=True) got a tensor of shape {tuple(value.shape)}: give the mean loss of the step"
+            )
+        if self.run.ledger and self._counts:
+            loss, given = (
+                copy_loss(each) if isinstance(each, Tensor) else torch.tensor(float(each), device=self.device)
+                for each in (value, weight)
+            )
+            self.recent_losses.append((self.run.steps_done + 1, loss, 1, given))
 
     def media_name(self, name: str) -> str | None:
         """Returns the full name of an item that is logged under `name`; None if it does not count."""
@@ -425,6 +444,8 @@ class LoopState:
         check_mixes(self.stage.datasets, point, self.run.steps_done)
         self.bad_samples.check(point)
         check_names(self.epoch_metrics, point.values)
+        if self.loop_is_users:
+            self.recent_losses.clear()
 
     def log_after_epoch(self) -> None:
         """Holds a log point after an epoch: adds what hooks have logged since to its metrics, and shows them."""

@@ -190,17 +190,21 @@ class Stage(ABC):
         weight: Tensor | float = 1.0,
         reduce: Reduction = "mean",
         scope: Scope = "global",
+        ledger: bool = False,
     ) -> None:
         """Adds a value to a metric: a mean over all batches and ranks, weighted by `weight`. Waits for nothing.
 
         Give the number of samples (or tokens) as `weight`, or a short last batch counts as much as a full one. `reduce`
         is "mean", "sum", "min", "max" or "last"; with each, a value of weight 0 does not count. `scope="rank"` keeps a
         metric on its rank, in the metrics file of that rank. In a `TrainValStage` the metric is called `train/name` in
-        training and `val/name` in validation.
+        training and `val/name` in validation. In a loop of your own, `ledger=True` makes it the loss of the step in the
+        ledger, which `headway verify-resume` compares.
 
             self.log("accuracy", (logits.argmax(1) == y).float().mean(), weight=len(y))
         """
         self._loop.log(name, value, weight, reduce, scope)
+        if ledger:
+            self._loop.log_loss(name, value, weight)
 
     @final
     def log_image(
