@@ -64,6 +64,8 @@ class LoadedCheckpoint:
     state: dict[str, Any]
     local: Any
     metrics: Mapping[str, float]
+    save: str
+    """the name of the save, which another save of the same step does not have"""
 
 
 def save(
@@ -119,6 +121,14 @@ def load(
     raise UsageError(
         f"there is no checkpoint at {path}; list those of a run with: headway checkpoint show RUN"
     )
+
+
+def load_parts(loaded: LoadedCheckpoint, state: _Destinations) -> LoadedCheckpoint:
+    """Loads further parts of a checkpoint that was loaded, and so verified, a moment ago. See `load`."""
+    parts = _load(loaded.path, loaded.save, state)
+    if parts is None:
+        raise StorageError(f"{loaded.path} was replaced by a later save while it was being loaded: try again")
+    return parts
 
 
 def load_latest(
@@ -309,6 +319,7 @@ def _read(
         state=tree.join(wanted, tensors),
         local=_read_local(directory, manifest),
         metrics=manifest.metrics,
+        save=manifest.save,
     )
 
 

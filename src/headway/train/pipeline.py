@@ -50,7 +50,7 @@ from headway.train.model.parallel import Blocks, Compile, Parallel, RegisteredMo
 from headway.train.model.schedules import SchedulerLike, make_schedule
 from headway.train.resume.checkpointer import Checkpointer
 from headway.train.resume.generators import OwnGenerator, SavedGenerator
-from headway.train.resume.state import StatefulObject, gather, restore
+from headway.train.resume.state import StatefulObject, gather, restore, restore_position
 from headway.train.run_state import RunState
 from headway.train.settings import CheckpointOptions, checkpoint_settings
 from headway.train.stage import Stage, finish_open_steps
@@ -388,6 +388,7 @@ class Pipeline(EvaluationMethods, TrackerMethods):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict` into a pipeline with the same names registered."""
+        restore_position(self._state, saved)
         restore(self._state, saved)
 
 

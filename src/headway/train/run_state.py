@@ -196,13 +196,13 @@ class RunState:
         """Surrounds all epochs of one stage: hooks, display, profiler, and the report if memory runs out."""
         self.current_stage = state.stage
         if self.checkpointer and state.status is StageStatus.NEW:
-            self.checkpointer.rank_state.restore_rng()
+            self.checkpointer.resume()
         display = self.reporter.displaying(state)
         with state.running(), display, explain_out_of_memory(state), profiling(state):
             self.run_hook("pre_stage", state.stage)
             yield
             if self.checkpointer:
-                self.checkpointer.rank_state.restore_rng()  # if only the hook was left to run
+                self.checkpointer.resume()  # if only the hook was left to run
             self.run_hook("post_stage", state.stage)
             state.log_after_epoch()
             hooked, state.post_stage_due = state.post_stage_due, False
@@ -216,16 +216,16 @@ class RunState:
         """Calls `set_epoch` of loaders, unless they have restored a position within the epoch, and `pre_epoch`."""
         in_epoch = state.status.in_epoch
         if self.checkpointer and not in_epoch:
-            self.checkpointer.rank_state.restore_rng()
+            self.checkpointer.resume()
         for loader in self.pipe.datasets.values():
             set_epoch(loader, self.epoch, in_place=in_epoch and isinstance(loader, StatefulObject))
         state.begin_epoch()
         self.run_hook("pre_epoch", state.stage)
-        state.after_pre_epoch()
         if not state.steps_done:
             self.begin_averages()  # hooks may have set the weights
-        if self.checkpointer:  # the random numbers that the hook drew in this attempt do not count
-            self.checkpointer.rank_state.restore_rng()
+        if self.checkpointer:  # what the hook changed and drew in this attempt does not count
+            self.checkpointer.resume()
+        state.after_pre_epoch()
         dist.set_phase(state.name, self.steps_done)
 
     def end_epoch(self, state: LoopState, values: Mapping[str, Any]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from headway.data import DataLoader
 from headway.data.feed.device_feed import to_device
@@ -15,6 +14,7 @@ from headway.dist import set_phase
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import UsageError
 from headway.train.batches import set_epoch
+from headway.train.model.modes import restore_modes
 from headway.train.model.named_parts import NamedParts
 from headway.train.resume import generators, rng
 from headway.train.resume.replay import read_stand_in
@@ -44,7 +44,7 @@ def evaluating(state: LoopState) -> Iterator[None]:
             for model in registered.values():
                 stack.enter_context(model.evaluating())
             # after the weights are in place: `eval()` of a module may merge some, and `train()` undoes it
-            stack.callback(_restore_modes, modes)
+            stack.callback(restore_modes, modes)
             for module in models:
                 module.eval()
             stack.enter_context(torch.no_grad())
@@ -71,15 +71,6 @@ def begin_first_epoch(loader: Iterable[Any]) -> None:
         # a loader that was just restored ignores `set_epoch` of its current epoch
         set_epoch(loader, 1)
     set_epoch(loader, 0)
-
-
-def _restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Restores the modes of modules, from the top down, with `train()` where the mode differs."""
-    for part, mode in modes:
-        if part.training is not mode:
-            part.train(mode)
-    for part, mode in modes:  # a `train()` that a module overrides may have left some unchanged
-        part.training = mode
 
 
 def shares_batches(pipe: Pipeline) -> bool:

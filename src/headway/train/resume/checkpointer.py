@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from headway import checkpoint, dist, schedulers
+from headway.checkpoint.api import load_parts
 from headway.checkpoint.settings import CheckpointSettings
 from headway.dist import set_phase
+from headway.dist.collective.exchange import RankExchange
 from headway.dist.collective.guard import from_root
 from headway.dist.control import stop
 from headway.dist.control.agreement import Agreement
@@ -80,6 +82,7 @@ class Checkpointer:
         """whether ranks have different weights, so that rank 0 saves its own for all"""
         self._registered: Settings = {}
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
+        self._unrestored: Callable[[], None] | None = None
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
         self.rank_state, self._unsaved = RankState(run), UnsavedState(run)
@@ -114,10 +117,10 @@ class Checkpointer:
                         run.note_attempt(self._attempt, step_ended=self.run.steps_done)
 
     def start(self, choice: Choice) -> None:
-        """Resumes from the newest complete checkpoint of the run, or saves the first one."""
+        """Finds the newest complete checkpoint of the run, or saves the first one. `resume` restores it."""
         registered = RegisteredSettings(self.run)
         self._registered = registered.settings
-        loaded = self._load(choice)
+        loaded = self._find(choice)
         self._unsaved.begin()
         self._fingerprints = from_root(partial(state.compare_datasets, self.pipe, loaded and loaded.state))
         if loaded is None and choice.why != NEW:
@@ -126,6 +129,7 @@ class Checkpointer:
         if loaded is None:
             if choice.why != NEW:
                 self._log(f"{choice.run.id} has no checkpoint yet: starting from step 0 ({choice.why})")
+            self.run.begin_averages()
             self._save_and_wait(None)  # broken storage is detected before the first step
             return
         if self.settings.resume == "never":
@@ -134,11 +138,28 @@ class Checkpointer:
                 "to resume from it, or choose a new run directory"
             )
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
-        self._restore(loaded)
+        self._restore_position(loaded)
+        self._unrestored = partial(self._restore_in_run, loaded, choice, registered)
+
+    def resume(self) -> None:
+        """Restores the checkpoint that `start` has found, if it has not been restored yet.
+
+        Called where training resumes: after the hooks that had ended before the save, which have been called again, and
+        before those that had not begun. With a checkpoint from before the first epoch of a stage, that is before its
+        `pre_stage`; from between two epochs, before `pre_epoch`; from within an epoch, after it.
+        """
+        restore, self._unrestored = self._unrestored, None
+        if restore is not None:
+            restore()
+
+    def _restore_in_run(
+        self, found: checkpoint.LoadedCheckpoint, choice: Choice, registered: RegisteredSettings
+    ) -> None:
+        self._restore(found)
         apply = environment.is_on(environment.APPLY)
-        registered.resume(loaded.state["run"]["settings"], apply=apply)
+        registered.resume(found.state["run"]["settings"], apply=apply)
         self.due = apply  # until a save follows, the checkpoint has the settings from before
-        if choice.parent is not None and loaded.path == choice.parent:
+        if choice.parent is not None and found.path == choice.parent:
             # the checkpoint is in the parent run, and so is the best one
             self._last_save = SaveAttempt(place=NOWHERE, scheduled=False)
             self._metrics.forget_best()
@@ -146,15 +167,17 @@ class Checkpointer:
             # A save follows the first step: until then, this run needs the parent's checkpoint, which may be pruned.
             self.due = True
         self.run.run_hook("resume_run", self.pipe)
+        self.rank_state.restore_rng()  # what the hook draws does not count
 
     def restore_finished(self, choice: Choice) -> None:
         """Restores the end of a finished run, so that its script, started again, continues with trained models."""
-        loaded = self._load(choice)
+        loaded = self._find(choice)
         if loaded is None:
             raise NoValidCheckpoint(
                 f"{choice.run.id} is already finished ({choice.why}), but has no checkpoint to restore its models "
                 'from: to train again, pass resume="never" or choose a new run directory'
             )
+        self._restore_position(loaded)
         self._restore(loaded)
         self.rank_state.restore_rng()
         self.run.join_streams()
@@ -165,19 +188,17 @@ class Checkpointer:
         if self.pipe.world.is_root:
             note_script(choice.run)
 
-    def _load(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
-        self.run.begin_averages()  # the checkpoint may have only a part of an average, or nothing
-        try:
-            loaded = checkpoint.load_latest(choice.run, partial(state.destinations, self.pipe))
-            if loaded is None and choice.parent is not None:
-                return checkpoint.load(choice.parent, partial(state.destinations, self.pipe))
-            return loaded
-        except UsageError as error:  # the script has changed since
-            raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
+    def _find(self, choice: Choice) -> checkpoint.LoadedCheckpoint | None:
+        """Verifies the newest checkpoint, and loads the parts that hooks and checks need."""
+        parts = dict.fromkeys((*state.POSITION, "run"))
+        loaded = checkpoint.load_latest(choice.run, parts)
+        if loaded is None and choice.parent is not None:
+            return checkpoint.load(choice.parent, parts)
+        return loaded
 
     def finish(self) -> None:
         """Saves the last checkpoint of a run, and stops if requested: the rest of the script may take a while."""
-        self.rank_state.restore_rng()  # if all stages had ended before this attempt
+        self.resume()  # if all stages had ended before this attempt
         self._save_and_wait(None)
         after = f"after the last step, {self.run.steps_done:,}, with a checkpoint"
         advice = end_of_run.resume_advice(self.pipe.directory)
@@ -466,9 +487,28 @@ class Checkpointer:
 
     # --- restoring
 
-    def _restore(self, loaded: checkpoint.LoadedCheckpoint) -> None:
+    def _restore_position(self, found: checkpoint.LoadedCheckpoint) -> None:
+        state.restore_position(self.run, found.state)
+        self.pipe.history.read_from(RunPaths(path=found.path.parent.parent).metrics_file(0))
+
+    def _restore(self, found: checkpoint.LoadedCheckpoint) -> None:
+        """Restores a checkpoint; raises `UsageError` if what is restored is not what was loaded."""
+        self.run.begin_averages()  # the checkpoint may have only a part of an average, or nothing
+        exchange = RankExchange(f"compare the state of step {found.step}")
+        try:
+            loaded = load_parts(found, partial(state.destinations, self.pipe))
+        except UsageError as error:  # the script has changed since
+            raise UsageError(f'{error} (to start a new run, pass resume="never")') from error
+        described = state.describe(loaded.state)
         state.restore(self.run, loaded.state)
-        self.pipe.history.read_from(RunPaths(path=loaded.path.parent.parent).metrics_file(0))
+        unequal = [
+            each for each in exchange.all_gather(partial(state.find_unequal, self.run, described)) if each
+        ]
+        if unequal:
+            raise UsageError(
+                f"{unequal[0]} is not what the checkpoint of step {loaded.step:,} has, after load_state_dict(): let it "
+                'restore all that state_dict() returns, or start a new run with resume="never"'
+            )
         self._last_save = SaveAttempt(place=self._place(), scheduled=False)
         self._metrics.load_state_dict(loaded.state["run"])
         self._metrics.add(loaded.step, loaded.metrics)  # for a checkpoint that replaces it

@@ -83,15 +83,9 @@ class RankState:
                 logger.warning(message)
 
     def restore_rng(self) -> None:
-        """Restores the random number generators where training resumes; only the first call does so.
-
-        With a checkpoint from before the first epoch of a stage, that is before its `pre_stage`; from between two
-        epochs, before `pre_epoch`, whose random numbers are still to be drawn; from within an epoch, after `pre_epoch`,
-        whose random numbers were drawn before the save. In a finished run, it is at once.
-        """
-        if self._rng is not None:
-            self._rng()
-            self._rng = None
+        """Restores the random number generators, after everything that may draw from them."""
+        assert self._rng is not None, "no checkpoint was restored"
+        self._rng()
 
     def _restore_random(self, local: Mapping[str, Any]) -> None:
         rng.restore_random_state(local["random"], self._pipe.device)

@@ -28,7 +28,7 @@ from headway.system.log import logger
 from headway.system.text import shorten_list
 from headway.train.metrics.epoch_metrics import load_metric_state, metric_state
 from headway.train.model.initial_weights import adapter_config, adapter_name, is_adapted
-from headway.train.resume import optimizers, rank_states
+from headway.train.resume import comparison, modules, optimizers, rank_states
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline
@@ -55,6 +55,7 @@ def gather(run: RunState) -> dict[str, Any]:
         stage.settle()
     return {
         **_model_states(pipe),
+        "modules": {name: modules.pack(model.bare) for name, model in pipe.registered_models.items()},
         "optimizers": {
             name: optimizers.pack(name, optimizer, names) for name, optimizer in pipe.optimizers.items()
         },
@@ -77,42 +78,91 @@ def _model_states(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     return {"models": {name: model.state_dict() for name, model in models}, "averages": averages}
 
 
+POSITION = ("stages", "history", "progress")
+"""the parts of a state that hooks need, before the rest is restored"""
+_COMPARED = {
+    "models": "model",
+    "averages": "average of model",
+    "modules": "model",
+    "optimizers": "optimizer",
+    "schedulers": "scheduler",
+    "registered": "state",
+}
+
+
+def restore_position(run: RunState, state: Mapping[str, Any]) -> None:
+    """Restores the progress of the run and its stages, and the history."""
+    _restore_progress(run, state)
+    run.pipe.history.load_state_dict(state["history"])
+
+
+def _restore_progress(run: RunState, state: Mapping[str, Any]) -> None:
+    _check_names("stages", [stage.name for stage in run.pipe.stages], state["stages"])
+    for stage in run.stage_states:
+        with _loading("stage", stage.name):
+            stage.load_state_dict(state["stages"][stage.name])
+    run.steps_done, run.epoch = state["progress"]["step"], state["progress"]["epoch"]
+
+
 def restore(run: RunState, state: Mapping[str, Any]) -> None:
-    """Restores the result of `gather` into a pipeline with the same names registered."""
+    """Restores the result of `gather`, but the history, into a pipeline with the same names registered."""
     pipe = run.pipe
     for kind, known in {
         "models": pipe.registered_models,
         "averages": [name for name, model in pipe.registered_models.items() if model.ema is not None],
         "optimizers": pipe.optimizers,
         "schedulers": pipe.schedulers,
-        "stages": [stage.name for stage in pipe.stages],
         "registered": run.registered_state,
         "rank_states": run.rank_states,
     }.items():
         _check_names(kind.replace("_", " "), known, state[kind])
     before = max(state["rank_states"].values(), default=0)
     rank_states.check_ranks(run.rank_states, before=before, now=pipe.world.world_size)
+    _restore_progress(run, state)
     for name, model in pipe.registered_models.items():
         _check_tensors(name, model.state_dict(), state["models"][name])
         with _loading("model", name):
             model.load_state_dict(state["models"][name])
+            changed = modules.load(model.bare, state["modules"][name])
         if model.ema is not None:
             with _loading("average of model", name):
                 model.ema.load_state_dict(state["averages"][name])
+        _report(pipe, f"model {name!r}: parameters are frozen and unfrozen as in the checkpoint", changed)
     _restore_optimizers(pipe, state["optimizers"])
     for name, scheduler in pipe.schedulers.items():
         with _loading("scheduler", name):
             scheduler.load_state_dict(state["schedulers"][name])
-    for stage in run.stage_states:
-        with _loading("stage", stage.name):
-            stage.load_state_dict(state["stages"][stage.name])
     for name, each in run.registered_state.items():
         with _loading("state", name):
             load_metric_state(each, state["registered"][name])
     with _loading("rank states", ", ".join(run.rank_states)):
         rank_states.restore(run.rank_states, state, pipe.world.rank)
-    pipe.history.load_state_dict(state["history"])
-    run.steps_done, run.epoch = state["progress"]["step"], state["progress"]["epoch"]
+
+
+def describe(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `find_unequal` compares: take it before `restore`, since models are loaded in place."""
+    return {kind: comparison.describe(state[kind]) for kind in _COMPARED}
+
+
+def find_unequal(run: RunState, described: Mapping[str, Any]) -> str | None:
+    """Returns the part whose state, after `restore`, is not the described one; None if all are equal."""
+    now = describe(gather(run))
+    for name, optimizer in described["optimizers"].items():
+        here = now["optimizers"][name]
+        here["placements"] = optimizer["placements"]  # of another number of ranks
+        for group, saved in zip(here["groups"], optimizer["groups"], strict=True):
+            for key in group.keys() - saved.keys():  # of a newer version of the optimizer
+                del group[key]
+    for kind, word in _COMPARED.items():
+        for name, saved in described[kind].items():
+            if (path := comparison.find_difference(saved, now[kind].get(name))) is not None:
+                return f"{word} {name!r}: {path!r}" if path else f"{word} {name!r}"
+    return None
+
+
+def _report(pipe: Pipeline, what: str, names: Collection[str]) -> None:
+    if names and pipe.world.is_root:
+        logger.info(f"{what}, and not as in the script ({shorten_list(names)})")
 
 
 def _restore_optimizers(pipe: Pipeline, saved: Mapping[str, Any]) -> None:
@@ -122,11 +172,7 @@ def _restore_optimizers(pipe: Pipeline, saved: Mapping[str, Any]) -> None:
         with _loading("optimizer", name):
             added = optimizers.match_groups(name, optimizer, parameters, saved[name])
             optimizers.load(optimizer, names, saved[name])
-        if added and pipe.world.is_root:
-            logger.info(
-                f"optimizer {name!r} has parameter groups of the checkpoint that the script has not added "
-                f"({shorten_list(added)})"
-            )
+        _report(pipe, f"optimizer {name!r}: parameters are grouped as in the checkpoint", added)
 
 
 def adapters(pipe: Pipeline) -> dict[str, dict[str, Any]]:
@@ -192,38 +238,31 @@ def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> d
 
 def destinations(pipe: Pipeline, path: Path) -> dict[str, Any]:
     """Returns the destinations for loading a checkpoint: each rank reads only its shards, and all else as saved."""
-    plain = dict.fromkeys(("schedulers", "stages", "history", "registered", "rank_states", "progress", "run"))
-    plain |= dict.fromkeys(_rank_parts(pipe, path))
-    return {**plain, **_model_states(pipe), "optimizers": _optimizer_shards(pipe, path)}
-
-
-def _rank_parts(pipe: Pipeline, path: Path) -> list[str]:
-    """Returns the parts with states of ranks that this rank reads."""
-    with CheckpointDirectory(path) as directory:
-        manifest = read_manifest(directory)
-        names = read_document(directory, manifest, STATE)["rank_states"]
-    world = pipe.world
-    return rank_states.parts(names, world.rank, before=manifest.world_size, now=world.world_size)
-
-
-def _optimizer_shards(pipe: Pipeline, path: Path) -> dict[str, Any]:
-    """Returns empty tensors for the sharded state of optimizers, which read only their parts of it."""
-    parameters = named_parameters(pipe)
-    if not any(isinstance(p, DTensor) for p in parameters.values()):
-        return {}
     with CheckpointDirectory(path) as directory:
         manifest = read_manifest(directory)
         entries, tree = read_index(directory, manifest), read_document(directory, manifest, STATE)
-    shards: dict[str, Any] = {}
-    for name, saved in tree["optimizers"].items():
-        prefix = f"optimizers.{name}."
-        tensors = {
-            key.removeprefix(prefix): (dtypes.BY_NAME[entry.dtype], entry.shape)
-            for key, entry in entries.items()
-            if key.startswith(prefix)
-        }
-        shards[name] = optimizers.empty_shards(parameters, saved["placements"], tensors)
-    return shards
+    tensors = {name: (dtypes.BY_NAME[entry.dtype], entry.shape) for name, entry in entries.items()}
+    for name, model in pipe.registered_models.items():
+        if name in tree["modules"]:
+            own = _below(tensors, f"models.{name}.")
+            made = modules.make_buffers(model.bare, tree["modules"][name], own, pipe.device)
+            _report(pipe, f"model {name!r}: buffers have the shapes of the checkpoint", made)
+    plain = dict.fromkeys(("modules", "schedulers", *POSITION, "registered", "rank_states", "run"))
+    world = pipe.world
+    plain |= dict.fromkeys(
+        rank_states.parts(tree["rank_states"], world.rank, before=manifest.world_size, now=world.world_size)
+    )
+    parameters = named_parameters(pipe)
+    shards = {
+        name: optimizers.empty_shards(parameters, saved["placements"], _below(tensors, f"optimizers.{name}."))
+        for name, saved in tree["optimizers"].items()
+        if any(isinstance(parameter, DTensor) for parameter in parameters.values())
+    }
+    return {**plain, **_model_states(pipe), "optimizers": shards}
+
+
+def _below(tensors: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
 
 
 def named_parameters(pipe: Pipeline) -> dict[str, nn.Parameter]:
