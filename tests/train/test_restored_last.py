@@ -243,7 +243,7 @@ def test_hooks_that_ended_before_the_save_have_no_effect_and_others_have_theirs(
 
 @ranks(2)
 def test_on_two_ranks(tmp_path: Path) -> None:
-    check_exact(tmp_path, Disturbs, (7, ("post_epoch", 1), ("pre_stage", 3)))
+    check_exact(tmp_path, Disturbs, (7,))
 
 
 @alone
