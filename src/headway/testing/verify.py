@@ -151,19 +151,7 @@ def verify_resume(
     >>> report = hw.testing.verify_resume("train.py", ["--epochs", "2"], nproc=2, other_nproc=1)
     >>> assert report.ok, report.table()
     """
-    if not Path(script).is_file():
-        raise UsageError(f"there is no file {str(script)!r} in {Path.cwd()}")
-    if unknown := [name for name in at or () if name not in POINTS]:
-        raise unknown_name("point to kill at", unknown[0], POINTS)
-    check_nproc(nproc)
-    if other_nproc is not None:
-        check_nproc(other_nproc, "--other-nproc")
-    if not 0 < timeout <= _LONGEST_TIMEOUT_S:
-        raise UsageError(
-            f"timeout is {timeout!r:.40}; expected seconds above 0 and at most {_LONGEST_TIMEOUT_S:g}"
-        )
-    if at and quick:
-        raise UsageError(f"quick chooses the point to kill at, and at={[*at]} names others: give one of them")
+    _check(script, nproc, other_nproc, at, timeout, quick=quick)
     start = time.monotonic()
     with ExitStack() as stack:
         directory = Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="headway-verify-")))
@@ -173,6 +161,7 @@ def verify_resume(
             directory=directory,
             timeout=timeout,
             tolerance=tolerance,
+            progress=progress,
         )
         resumed_on = [nproc] if other_nproc is None else [nproc, other_nproc]
         kills = (len(at) if at else 1 if quick else len(POINTS)) * len(resumed_on)
@@ -187,17 +176,8 @@ def verify_resume(
             f"it took {format_duration(took_s)}; {plural(left, 'start')} left, none much longer: at most about "
             f"{format_duration(left * took_s)}"
         )
-        verdicts = list[Verdict]()
-
-        def note(verdict: Verdict) -> None:
-            verdicts.append(verdict)
-            progress(f"  {verdict.verdict}")
-
-        for after, point in product(resumed_on, chosen):
-            progress(f"killed {POINTS[point.name]}, at step {point.step}, then on {plural(after, 'rank')}")
-            note(trial.kill(golden, point, nproc, after))
-        progress("started again after its end")
-        note(trial.start_again(golden, nproc))
+        verdicts = [trial.kill(golden, point, nproc, after) for after, point in product(resumed_on, chosen)]
+        verdicts.append(trial.start_again(golden, nproc))
         names = {each.name for each in chosen}
         return ResumeReport(
             script=str(script),
@@ -205,6 +185,31 @@ def verify_resume(
             seconds=round(time.monotonic() - start, 1),
             verdicts=verdicts,
             left_out=[name for name in POINTS if not at and not quick and name not in names],
+        )
+
+
+def _check(
+    script: str | Path,
+    nproc: int,
+    other_nproc: int | None,
+    at: Sequence[str] | None,
+    timeout: float,
+    *,
+    quick: bool,
+) -> None:
+    """Raises `UsageError` for settings that cannot be verified."""
+    if not Path(script).is_file():
+        raise UsageError(f"there is no file {str(script)!r} in {Path.cwd()}")
+    if unknown := [name for name in at or () if name not in POINTS]:
+        raise unknown_name("point to kill at", unknown[0], POINTS)
+    if at and quick:
+        raise UsageError(f"quick chooses the point to kill at, and at={[*at]} names others: give one of them")
+    check_nproc(nproc)
+    if other_nproc is not None:
+        check_nproc(other_nproc, "--other-nproc")
+    if not 0 < timeout <= _LONGEST_TIMEOUT_S:
+        raise UsageError(
+            f"timeout is {timeout!r:.40}; expected seconds above 0 and at most {_LONGEST_TIMEOUT_S:g}"
         )
 
 
@@ -425,6 +430,7 @@ class _Trial:
     directory: Path
     timeout: float
     tolerance: float | None
+    progress: Callable[[str], object]
     _took_s: float | None = None
     """how long the first uninterrupted start took"""
     _control: tuple[bool, str] | None = None
@@ -452,6 +458,7 @@ class _Trial:
         return found
 
     def kill(self, golden: LedgerContents, point: KillPoint, nproc: int, after: int) -> Verdict:
+        self.progress(f"killed {POINTS[point.name]}, at step {point.step}, then on {plural(after, 'rank')}")
         run = self._new_run()
         self._start(run, nproc, kill_at=point.step, every=point.every)
         self._start(run, after, every=point.every)
@@ -467,16 +474,22 @@ class _Trial:
                 "\n    but two uninterrupted runs differ, too: seed all random numbers with hw.seed(), and on GPUs set "
                 "TrainValStage(deterministic=True)"
             )
-        return Verdict(
-            point=POINTS[point.name],
-            killed_at=point.step,
-            resumed_from=began,
-            ranks=nproc,
-            ranks_after=after,
-            same=same,
-            repeated=point.step - began,
-            words=words,
+        return self._report(
+            Verdict(
+                point=POINTS[point.name],
+                killed_at=point.step,
+                resumed_from=began,
+                ranks=nproc,
+                ranks_after=after,
+                same=same,
+                repeated=point.step - began,
+                words=words,
+            )
         )
+
+    def _report(self, verdict: Verdict) -> Verdict:
+        self.progress(f"  {verdict.verdict}")
+        return verdict
 
     def _compare_closely(self, golden: LedgerContents, run: Run, words: str) -> tuple[bool, str]:
         """Compares a run that was resumed on another number of ranks: sums are rounded otherwise."""
@@ -501,19 +514,22 @@ class _Trial:
     def start_again(self, golden: LedgerContents, nproc: int) -> Verdict:
         """Starts a finished run again: the same command must do nothing."""
         assert self._finished is not None
+        self.progress("started again after its end")
         before = self._finished.ledger_file.read_bytes()
         self._start(self._finished, nproc)
         same = self._finished.ledger_file.read_bytes() == before
         last = max(golden.last)
-        return Verdict(
-            point="started again after the end",
-            killed_at=last,
-            resumed_from=last,
-            ranks=nproc,
-            ranks_after=nproc,
-            same=same,
-            repeated=0,
-            words="nothing was done" if same else "steps were made after the end",
+        return self._report(
+            Verdict(
+                point="started again after the end",
+                killed_at=last,
+                resumed_from=last,
+                ranks=nproc,
+                ranks_after=nproc,
+                same=same,
+                repeated=0,
+                words="nothing was done" if same else "steps were made after the end",
+            )
         )
 
     def _repeatable(self, golden: LedgerContents, nproc: int) -> tuple[bool, str]:
