@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,8 +63,17 @@ def worker_program(run: Run, target: ClusterTarget, cwd: Path) -> Program:
     )
 
 
-def restart(run: Run, *, nodes: int | str | None = None) -> None:
-    """Restarts a job that is over, in its run directory and with its code; on `nodes` nodes, if given."""
+def restart(
+    run: Run,
+    *,
+    nodes: int | str | None = None,
+    arguments: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """Restarts a job that is over, in its run directory and with its code; on `nodes` nodes, if given.
+
+    `arguments` change those of the script, and `env` adds variables.
+    """
     run.check_private()
     job = JobFile.read(run) if run.job_file.exists() else None
     target = job and job.target.without_array()
@@ -80,7 +90,7 @@ def restart(run: Run, *, nodes: int | str | None = None) -> None:
                 logger.warning("%s", held.note)
             set_end_aside(run)
         if job and target:
-            submit_runs([run], [job.program], target)
+            submit_runs([run], [job.program.changed(arguments, env or {})], target)
         else:
             in_background(run, snapshot.load(run).directory)
 

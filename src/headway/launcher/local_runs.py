@@ -83,14 +83,14 @@ def local_program(run: Run, *, nproc: int | None = None) -> Program:
             f"the record of {run.id} leaves out a secret of its command line: start it by hand, with "
             f"{environment.RUN}={run.shell_path}"
         )
-    is_member = sweep.member(run) is not None
-    if nproc is None and is_member and "world_size" not in world:
+    is_pinned = bool(info["code"].get("snapshot"))
+    if nproc is None and is_pinned and "world_size" not in world:
         raise UsageError(
             f"the record of {run.id} does not say on how many processes it runs: "
             f"headway resume {run.shell_name} --nproc N"
         )
     nproc = nproc or int(world.get("world_size", 1))
-    if is_member:
+    if is_pinned:
         name, *args = command
         script = Script(name=name, args=args, module=info["code"]["snapshot"]["script"] is None)
         return replace(make_program(run, script, {}), nproc=nproc)

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from headway.interpreter import module_command
 from headway.launcher import targets
 from headway.launcher.targets import ClusterTarget
 from headway.run import Run
+from headway.run.arguments import change, split_command
 from headway.schedulers.base import JobIds
 from headway.system import files, ownership
 from headway.system.environment import STAGED
@@ -41,6 +42,15 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)
     python_path: Sequence[str] = ()
     """directories to put before PYTHONPATH, from which the code of the run imports"""
+
+    def changed(self, arguments: Sequence[str], env: Mapping[str, str]) -> Program:
+        """Returns the program with changed arguments of its script, and further variables.
+
+        >>> Program(command=["python", "train.py", "--lr", "1"]).changed(["--lr", "2"], {}).command
+        ['python', 'train.py', '--lr', '2']
+        """
+        start, before = split_command(self.command)
+        return replace(self, command=[*start, *change(before, arguments)], env={**self.env, **env})
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Returns `environ` with the command's own variables added."""

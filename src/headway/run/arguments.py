@@ -11,10 +11,27 @@ from collections.abc import Sequence
 from itertools import chain
 
 _OPTION = re.compile(r"(-{1,2}[^\W\d][^=\s]*)(=.*)?", re.DOTALL)  # a negative number is a value
+_PYTHON_OPTION = re.compile(r"-[a-zA-Z]*?([cmWX])(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(\+{0,2}~?[^\W\d][\w./@-]*)=.*", re.DOTALL)
 
 _Group = tuple[str | None, list[str]]
 """what the words set, or None for words alone, and the words"""
+
+
+def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line of Python into what starts the script, and the arguments of the script.
+
+    >>> split_command(["python3", "-X", "dev", "-um", "mypackage.train", "--lr", "1"])
+    (['python3', '-X', 'dev', '-um', 'mypackage.train'], ['--lr', '1'])
+    """
+    index = 1
+    while index < len(command):
+        option = _PYTHON_OPTION.fullmatch(command[index])
+        takes_word = option is not None and not option[2]
+        index += 1 + takes_word
+        if (option is not None and option[1] in "cm") or (option is None and command[index - 1][:1] != "-"):
+            break
+    return list(command[:index]), list(command[index:])
 
 
 def change(arguments: Sequence[str], new: Sequence[str]) -> list[str]:

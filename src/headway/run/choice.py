@@ -73,11 +73,12 @@ def choose(
             if parent is not None:
                 _check_exists(parent)
                 run.set_parent(parent)
+        trains_further = environment.is_on(environment.APPLY, environ)  # with settings that may allow it
         return Choice(
             run=run,
             why=f"{environment.RUN} names it",
-            finished=resume != "never" and _finished(run),
-            parent=parent,
+            finished=resume != "never" and _finished(run) and not trains_further,
+            parent=parent or run.parent_checkpoint(),
         )
     if parent is None and resume not in ("auto", "never", "must"):
         run = _open(resume)

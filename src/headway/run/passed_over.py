@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import final
 
 from headway import schedulers
-from headway.run.arguments import find_changes
+from headway.run.arguments import find_changes, split_command
 from headway.run.directory import Run
 from headway.run.lock import Owner, newest_owner
 from headway.run.settings import RunSettings, find_differences, parse
@@ -126,10 +126,9 @@ def resume_with_settings(run: Run) -> str:
     """Returns what resumes a run with the settings of this process, which differ from those of the run."""
     if is_at_prompt():
         return resume_call(run)
-    info, now = run.info(), redact_argv(sys.argv)[1:]
-    # a submitted command begins with the script, any other one with the interpreter and its options
-    begins = 1 if info["code"].get("snapshot") else len(sys.orig_argv) - len(now)
-    begun = info["command"][begins:]
+    info, now = run.info(), split_command(redact_argv(sys.orig_argv))[1]
+    # a submitted command begins with the script
+    begun = info["command"][1:] if info["code"].get("snapshot") else split_command(info["command"])[1]
     if begun == now:
         return f"{resume_call(run)} --apply"
     new = find_changes(begun, now)

@@ -39,7 +39,7 @@ from headway.system import environment, files
 from headway.system.failpoints import failpoint
 from headway.system.log import logger
 from headway.system.text import format_duration
-from headway.train.loop_state import SAVE, LoopState
+from headway.train.loop_state import SAVE, LoopState, StageStatus
 from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, end_of_run, rank_states, state
 from headway.train.resume.lead_time import LeadTime
@@ -139,6 +139,7 @@ class Checkpointer:
             )
         self._log(f"resuming {choice.run.id} from step {loaded.step:,} ({choice.why})")
         self._restore_position(loaded)
+        self._close_stages()
         self._unrestored = partial(self._restore_in_run, loaded, choice, registered)
 
     def resume(self) -> None:
@@ -168,6 +169,21 @@ class Checkpointer:
             self.due = True
         self.run.run_hook("resume_run", self.pipe)
         self.rank_state.restore_rng()  # what the hook draws does not count
+
+    def _close_stages(self) -> None:
+        """Ends stages that a later one has followed: the script may have raised their limits since."""
+        stages = self.run.stage_states
+        for number, stage in enumerate(stages):
+            followed = any(later.status is not StageStatus.NEW for later in stages[number + 1 :])
+            if followed and not stage.ended:
+                stage.status = StageStatus.STOPPED
+                self._log(
+                    f"stage {stage.name!r} has ended, and is not trained further: a later one has begun"
+                )
+        if environment.is_on(environment.APPLY) and all(stage.ended for stage in stages):
+            self._log(
+                "all stages have ended: to train further, raise max_epochs or max_steps of the last one"
+            )
 
     def restore_finished(self, choice: Choice) -> None:
         """Restores the end of a finished run, so that its script, started again, continues with trained models."""
