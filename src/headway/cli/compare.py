@@ -13,7 +13,14 @@ from headway.errors import DONE, UsageError
 from headway.run import Run
 from headway.system.text import format_duration, shorten_list
 from headway.testing.verify import compare_runs
-from headway.watch.comparison import Metric, RunComparison, compare, compare_code
+from headway.watch.comparison import (
+    CodeComparison,
+    Metric,
+    RunComparison,
+    compare,
+    compare_attempts,
+    compare_code,
+)
 from headway.watch.runs import resolve
 
 _EXAMPLES = """\
@@ -24,6 +31,7 @@ examples:
   headway compare a2b4 c5d6                     two runs of a sweep: each stands for itself
   headway compare x7k2 m3p9 --metric max:val/f1 --metric train/loss
   headway compare x7k2 m3p9 --code              how their code differs
+  headway compare x7k2 --code                   how the code of one run was changed before it was resumed
   headway compare x7k2 m3p9 --exact             are they equal to the last bit? (needs a ledger: HEADWAY_LEDGER=1)
 
 Shows the settings in which the runs differ, state, steps, time, and the last and the best value of up to four metrics
@@ -41,20 +49,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--metric", metavar="NAME", action="append", default=[], help="show this metric; repeatable"
     )
-    parser.add_argument("--code", action="store_true", help="show how the code of two runs differs")
+    parser.add_argument(
+        "--code", action="store_true", help="show how the code of two runs differs, or of attempts of one"
+    )
     parser.add_argument(
         "--exact", action="store_true", help="compare each step of two runs bit for bit, by their ledgers"
     )
     parser.add_json()
     options = parser.parse_args(argv)
     runs = resolve(options.runs, options.root)
-    for name in ("code", "exact"):
-        if getattr(options, name) and len(runs) != 2:
-            raise UsageError(f"--{name} compares two runs, and these are {len(runs)}: name two")
+    if options.exact and len(runs) != 2:
+        raise UsageError(f"--exact compares two runs, and these are {len(runs)}: name two")
+    if options.code and len(runs) > 2:
+        raise UsageError(f"--code compares two runs, or the attempts of one, and these are {len(runs)}")
     if options.exact:
         return _compare_steps(*runs, as_json=options.json)
     if options.code:
-        return _compare_code(*runs, as_json=options.json)
+        found = compare_attempts(*runs) if len(runs) == 1 else compare_code(*runs)
+        return _show_code(found, as_json=options.json)
     compared = compare(runs, metrics=options.metric)
     if options.json:
         print_json([run.to_dict() for run in compared])
@@ -63,8 +75,7 @@ def main(argv: list[str]) -> int:
     return DONE
 
 
-def _compare_code(one: Run, other: Run, *, as_json: bool) -> int:
-    found = compare_code(one, other)
+def _show_code(found: CodeComparison, *, as_json: bool) -> int:
     if as_json:
         print_json({"same": found.same, "diff": found.diff, "not_compared": found.not_compared})
         return DONE

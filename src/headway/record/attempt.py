@@ -24,6 +24,7 @@ from headway.errors import DONE, INTERRUPTED, HeadwayError, RunLocked, Stopped, 
 from headway.interpreter import module_command, module_environment
 from headway.record import diagnostics, screen
 from headway.record.devices import sampling_devices
+from headway.record.differences import record_differences
 from headway.record.events import EventKind, EventLog, recording_events
 from headway.record.rank_logs import RankLog, rank_log
 from headway.run import Run
@@ -67,6 +68,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
     lock: RunLock | None = None
     events: EventLog | None = None  # on rank 0, `_numbered` opens it and records the end of the attempt in it
     facts: diagnostics.Facts = {}
+    differing: list[str] = []
     began, group = time.monotonic(), current()
     group.trained = False
     with ExitStack() as stack:
@@ -78,6 +80,7 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
             use_run(held)
             number, events = stack.enter_context(_numbered(held, world))
             facts.update(attempt=number, **diagnostics.collect(world, run))
+            differing.extend(record_differences(held, number, facts, config))
             diagnostics.write(held, facts)
             return number, lock.fence.number
 
@@ -92,6 +95,8 @@ def recording(run: Run, world: World, *, config: object = None) -> Iterator[Reco
         log = stack.enter_context(rank_log(run, rank=world.rank, attempt=number))
         if world.rank == 0:
             screen.show(screen.describe(run, world, facts, config=config))
+            for line in differing:
+                logger.warning(line, extra={"event": "changes"})
         else:
             stack.enter_context(use_terminal(log.original_stderr_fd))
         if lock is not None and lock.note:

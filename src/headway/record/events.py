@@ -27,6 +27,7 @@ EventKind = Literal[
     "weights",
     "warning",
     "straggler",
+    "changes",
     "plan",
     "done",
     "stopped",

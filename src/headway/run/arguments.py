@@ -7,7 +7,7 @@ find_changes(["--lr", "0.1", "--fast"], ["--fast", "--lr", "0.01"])     ->  ["--
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 
 _OPTION = re.compile(r"(-{1,2}[^\W\d][^=\s]*)(=.*)?", re.DOTALL)  # a negative number is a value
@@ -79,6 +79,18 @@ def find_changes(arguments: Sequence[str], now: Sequence[str]) -> list[str] | No
     )
     made = change(arguments, found)
     return found if sorted(map(str, _groups(made))) == sorted(map(str, _groups(now))) else None
+
+
+def find_named(arguments: Sequence[str], names: Collection[str]) -> list[str] | None:
+    """Returns the arguments that set these names; None if any is not among them.
+
+    >>> find_named(["--fast", "--lr", "0.1", "opt.weight-decay=0"], ["lr", "weight_decay"])
+    ['--lr', '0.1', 'opt.weight-decay=0']
+    """
+    found = {}
+    for name, words in _groups(arguments):
+        found[(name or "").lstrip("-+").rpartition(".")[2].replace("-", "_")] = words
+    return list(chain.from_iterable(found[name] for name in names)) if found.keys() >= set(names) else None
 
 
 def _groups(arguments: Sequence[str]) -> list[_Group]:

@@ -190,9 +190,15 @@ class Run(RunPaths):
             write_info(self.path, self.info() | {"parent": facts})
 
     def set_config(self, config: object) -> None:
-        """Writes the settings of a run that was created at submission, before its script could pass them."""
+        """Writes the settings of a run: it was created before its script could pass them, or is resumed with others."""
         self.check_owner()
         self._write_config(config_text(config))
+
+    def set_command(self, command: Sequence[str]) -> None:
+        """Records another command line, without its secrets: that of the newest attempt."""
+        self.check_owner()
+        with files.storage(f"write {self.info_file}"):
+            write_info(self.path, self.info() | {"command": list(command)})
 
     def _write_config(self, text: str) -> None:
         with files.storage(f"write {self.config_file}"):

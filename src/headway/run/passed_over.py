@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import final
 
 from headway import schedulers
-from headway.run.arguments import find_changes, split_command
+from headway.run.arguments import find_changes, find_named, split_command
 from headway.run.directory import Run
 from headway.run.lock import Owner, newest_owner
 from headway.run.settings import RunSettings, find_differences, parse
@@ -122,11 +122,16 @@ def resume_call(run: Run) -> str:
     return f"headway resume {run.shell_name}"
 
 
-def resume_with_settings(run: Run) -> str:
-    """Returns what resumes a run with the settings of this process, which differ from those of the run."""
+def resume_with_settings(run: Run, names: Collection[str] = ()) -> str:
+    """Returns what resumes a run with the settings of this process, which differ from those of the run.
+
+    If the command line sets all that `names` has, only these are named.
+    """
     if is_at_prompt():
-        return resume_call(run)
+        return f"{resume_call(run)} with {environment.APPLY}=1" if names else resume_call(run)
     info, now = run.info(), split_command(redact_argv(sys.orig_argv))[1]
+    if names and (named := find_named(now, names)):
+        return f"{resume_call(run)} -- {shlex.join(named)}"
     # a submitted command begins with the script
     begun = info["command"][1:] if info["code"].get("snapshot") else split_command(info["command"])[1]
     if begun == now:

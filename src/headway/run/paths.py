@@ -5,6 +5,7 @@ runs/digits-2026.11.15-14.30-x7k2/
     config.yaml                 the settings, resolved             plan.json, report.html
     job.sh, job.json            the job script and its settings    submitted.json, ended.json, launch/, doctor.json
     code/uncommitted.diff       changes since the commit           code/tree/: the code of a submitted job
+    code/sources-1.json         the script and its own modules, as attempt 1 began with them
     log/rank-00000.txt          log/diagnostics.jsonl, log/job.txt
     metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
     checkpoints/step-000000001000/
@@ -165,6 +166,10 @@ class RunPaths:
     @property
     def snapshot_dir(self) -> Path:
         return self.code_dir / "tree"
+
+    def sources_file(self, attempt: int) -> Path:
+        """The script and its own modules, as this attempt began with them."""
+        return self.code_dir / f"sources-{attempt}.json"
 
     @property
     def diff_file(self) -> Path:

@@ -14,6 +14,7 @@ import yaml
 
 from headway.errors import UsageError, unknown_name
 from headway.launcher.sweep import SweepMember
+from headway.record import sources
 from headway.record.sinks.rows import RestartDetector
 from headway.run import Run
 from headway.run.info import DAMAGED
@@ -145,7 +146,8 @@ def compare_code(one: Run, other: Run) -> CodeComparison:
     mine, theirs = codes
     is_whole = mine.is_whole and theirs.is_whole
     if not (mine.is_recorded and theirs.is_recorded):
-        return CodeComparison(diff=[], not_compared=not_compared, is_whole=is_whole)
+        diff = _compare_sources(one, other)
+        return CodeComparison(diff=diff, not_compared=not_compared, is_whole=is_whole)
     changes = difflib.unified_diff(
         mine.diff.splitlines(),
         theirs.diff.splitlines(),
@@ -153,9 +155,36 @@ def compare_code(one: Run, other: Run) -> CodeComparison:
         f"{other.id}: uncommitted changes",
         lineterm="",
     )
+    diff = [*_commit_lines(mine, theirs), *changes]
     return CodeComparison(
-        diff=[*_commit_lines(mine, theirs), *changes], not_compared=not_compared, is_whole=is_whole
+        diff=diff or _compare_sources(one, other), not_compared=not_compared, is_whole=is_whole
     )
+
+
+def compare_attempts(run: Run) -> CodeComparison:
+    """Compares the code with which a run was started last with the other code that it was started with before.
+
+    >>> compare_attempts(run).diff
+    ['--- attempt 1: train.py', '+++ attempt 3: train.py', ...]
+    """
+    recorded = sources.recorded(run)
+    if not recorded:
+        return CodeComparison(
+            diff=[], not_compared=[f"the code of {run.id} was not recorded"], is_whole=False
+        )
+    if len(recorded) == 1:
+        return CodeComparison(
+            diff=[], not_compared=[f"all attempts of {run.id} had the same code"], is_whole=False
+        )
+    (old, before), (new, now) = recorded[-2:]
+    diff = sources.compare(before, now, names=(f"attempt {old}", f"attempt {new}"))
+    return CodeComparison(diff=diff, not_compared=[], is_whole=True)
+
+
+def _compare_sources(one: Run, other: Run) -> list[str]:
+    """Returns how the files differ with which two runs were started last, if both have recorded them."""
+    mine, theirs = sources.recorded(one), sources.recorded(other)
+    return sources.compare(mine[-1][1], theirs[-1][1], names=(one.id, other.id)) if mine and theirs else []
 
 
 def _commit_lines(mine: _Code, theirs: _Code) -> list[str]:

@@ -44,7 +44,7 @@ from headway.train.metrics.meter import LogPoint, Value
 from headway.train.resume import attempts, end_of_run, rank_states, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import RankState
-from headway.train.resume.registered import RegisteredSettings, Settings
+from headway.train.resume.registered import RegisteredSettings, SettingsByOwner
 from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt, StepMetrics
 from headway.train.resume.unsaved import UnsavedState
 
@@ -80,7 +80,7 @@ class Checkpointer:
         self._metrics, self._validated_at = StepMetrics(settings), -1  # see `Place.validated_at`
         self._saves_root_state = False
         """whether ranks have different weights, so that rank 0 saves its own for all"""
-        self._registered: Settings = {}
+        self._registered: SettingsByOwner = {}
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
         self._unrestored: Callable[[], None] | None = None
         self._before_validation: dict[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""Settings as the script registered them, which a resumed run compares with those that it is trained with.
+"""The settings that a script registers, which a resumed run compares with those that it is trained with.
 
 A checkpoint has the current values of optimizers and schedulers, which a scheduler moves. So it also has the settings
 with which they were registered. If the script registers others when the run is resumed, those of the checkpoint are
-kept, and a line says so; with HEADWAY_APPLY=1 the new ones are applied where the schedule has arrived. Settings of
+kept, and a line says so; with HEADWAY_APPLY=1 the new ones are applied where the schedule has arrived. The settings of
 stages and averages are always the script's.
 """
 
@@ -31,7 +31,7 @@ from headway.train.settings import TrainSettings
 if TYPE_CHECKING:
     from headway.train.run_state import RunState
 
-Settings = dict[str, dict[str, dict[str, Any]]]
+SettingsByOwner = dict[str, dict[str, dict[str, Any]]]
 """plain values by kind, name and setting"""
 
 _OF_PARAMETERS = ("params", "param_names", "initial_lr")
@@ -43,6 +43,7 @@ _CLOSED = (
     schedulers.CosineAnnealingWarmRestarts,
 )
 """schedulers whose `get_lr` depends on the number of steps alone, not on the rate before"""
+_EVENT = {"event": "changes"}
 _MAX_DEPTH = 5
 _MAX_ITEMS = 100
 _MAX_NAMED = 5
@@ -71,7 +72,7 @@ class RegisteredSettings:
             name: list(map(_of_group, each.param_groups)) for name, each in pipe.optimizers.items()
         }
         self._attributes = {name: dict(_attributes(each)) for name, each in pipe.schedulers.items()}
-        self.settings: Settings = {
+        self.settings: SettingsByOwner = {
             "optimizer": {name: _collapse(groups) for name, groups in self._groups.items()},
             "scheduler": {
                 name: {key: _plain(each.value) for key, each in attributes.items()}
@@ -86,7 +87,7 @@ class RegisteredSettings:
         }
         """the settings that the run is trained with, for the next checkpoints"""
 
-    def resume(self, saved: Settings, *, apply: bool) -> None:
+    def resume(self, saved: SettingsByOwner, *, apply: bool) -> None:
         """Reports which settings differ from those that were saved, and applies them if told; else these are kept.
 
         Call it on all ranks, after the checkpoint is restored.
@@ -98,11 +99,15 @@ class RegisteredSettings:
             self._apply(kept)
             now, kept = differences, []
         if self._pipe.world.is_root and now:
-            logger.info(f"{self._describe(now)}: in effect from here on")
+            logger.warning(f"{self._describe(now)}: in effect from here on", extra=_EVENT)
         if self._pipe.world.is_root and kept:
             keeps, applies = ("are kept", "applies them") if len(kept) > 1 else ("is kept", "applies it")
-            remedy = resume_with_settings(self._pipe.directory)
-            logger.warning(f"{self._describe(kept)}; the checkpoint's {keeps}; {remedy} {applies}")
+            remedy = resume_with_settings(
+                self._pipe.directory, names=list(dict.fromkeys(each.name for each in kept))
+            )
+            logger.warning(
+                f"{self._describe(kept)}; the checkpoint's {keeps}; {remedy} {applies}", extra=_EVENT
+            )
         for each in kept:
             self.settings[each.kind][each.owner][each.name] = each.before
 
@@ -205,7 +210,7 @@ def _of_stage(state: Any) -> dict[str, Any]:
     return limits | (asdict(settings) if isinstance(settings, TrainSettings) else {})
 
 
-def _compare(saved: Settings, now: Settings) -> Iterator[Difference]:
+def _compare(saved: SettingsByOwner, now: SettingsByOwner) -> Iterator[Difference]:
     """Yields the settings that both have and that differ; names and groups are compared where they are loaded."""
     for kind, owners in now.items():
         for owner, settings in owners.items():

@@ -41,7 +41,7 @@ _SILENT_GAPS = 2
 """a run is silent after `_SILENT_LOG_POINTS` times the usual time between log points, `_SILENT_GAPS` times the longest,
 and `_SILENT_S`"""
 _MESSAGE_KINDS = frozenset(
-    {"warning", "straggler", "plan", "weights", "restart", "stopped", "failed", "interrupted"}
+    {"warning", "straggler", "changes", "plan", "weights", "restart", "stopped", "failed", "interrupted"}
 )
 
 
