@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from headway.errors import HeadwayError
 from headway.record import sources
+from headway.record.diagnostics import Facts
 from headway.run import Run, config_text
 from headway.run.arguments import split_command
 from headway.run.settings import find_differences, parse
 from headway.system import jsonlines
 from headway.system.redact import redact_argv
 from headway.system.text import plural, shorten_list
-
-Facts = Mapping[str, Any]
 
 _MAX_NAMED = 5
 
