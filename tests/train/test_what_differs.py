@@ -64,7 +64,7 @@ def killed(tmp_path: Path) -> hw.Run:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "model.py").write_text(MODEL)
     first = start(tmp_path, "run", "train.py")
-    assert first.returncode == 1 and "SIGKILL" in first.stderr, first.stderr
+    assert first.returncode and "SIGKILL" in first.stderr, first.stderr
     (tmp_path / "survive").touch()
     return hw.Run.open(next((tmp_path / "runs").glob("fit-*")))
 

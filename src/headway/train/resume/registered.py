@@ -126,27 +126,30 @@ class RegisteredSettings:
         return shorten_list(words, _MAX_NAMED)
 
     def _apply(self, differences: Sequence[Difference]) -> None:
-        rates = {
-            name: _per_group(self.settings["optimizer"][name].get("lr"), len(groups))
-            for name, groups in self._groups.items()
-        }
+        """Applies settings, to the groups that the script has registered: hooks may have added others."""
         moved = set[str]()
+        before: dict[str, Any] = {
+            name: settings.get("lr") for name, settings in self.settings["optimizer"].items()
+        }
         for each in differences:
             if each.kind == "scheduler":
                 attribute = self._attributes[each.owner][each.name]
                 setattr(attribute.owner, attribute.name, deepcopy(attribute.value))
                 moved.add(each.owner)
             elif each.name == "lr":
-                rates[each.owner] = _per_group(each.before, len(self._groups[each.owner]))
+                before[each.owner] = each.before
                 moved.add(each.owner)
             else:
-                for group, settings in zip(
-                    self._pipe.optimizers[each.owner].param_groups, self._groups[each.owner], strict=True
-                ):
+                groups = self._pipe.optimizers[each.owner].param_groups
+                for group, settings in zip(groups, self._groups[each.owner], strict=False):
                     group[each.name] = deepcopy(settings[each.name])
         for name in moved:
-            new = [float(settings["lr"]) for settings in self._groups[name]]
-            _set_rates(self._pipe.optimizers[name], self._pipe.schedulers.get(name), rates[name], new)
+            optimizer, registered = self._pipe.optimizers[name], self._groups[name]
+            own = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+            new = [float(settings["lr"]) for settings in registered] + own[len(registered) :]
+            old = before[name] if isinstance(before[name], list) else [before[name]] * len(registered)
+            old = [*old[: len(registered)], *own[min(len(old), len(registered)) :]]
+            _set_rates(optimizer, self._pipe.schedulers.get(name), old, new)
 
 
 # --- what is compared
@@ -241,10 +244,6 @@ def _has_mappings(value: Any) -> bool:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 3]}..."
-
-
-def _per_group(value: Any, groups: int) -> list[Any]:
-    return value if isinstance(value, list) else [value] * groups
 
 
 def _plain(value: object, depth: int = 0) -> Any:
