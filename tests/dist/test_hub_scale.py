@@ -24,6 +24,7 @@ from headway.dist.control.unauthenticated import UnauthenticatedConnections
 from headway.dist.group import RankGroup
 from headway.dist.roster import RankInfo
 from headway.errors import UsageError
+from headway.system import running_clock
 
 
 class Counted(dict[int, Any]):
@@ -103,7 +104,12 @@ def test_each_rank_may_open_a_file_for_each_rank(monkeypatch: pytest.MonkeyPatch
     def join(rank: int, world_size: int) -> None:
         """Joins the others as far as to the first thing that needs files."""
         launch: Any = SimpleNamespace(
-            rank=rank, world_size=world_size, node="n", local_rank=None, store_address=None
+            rank=rank,
+            world_size=world_size,
+            local_world_size=1,
+            node="n",
+            local_rank=None,
+            store_address=None,
         )
         with pytest.raises(ConnectionAbortedError):
             join_module._rendezvous(RankGroup(launch=launch), 1.0)
@@ -210,7 +216,8 @@ def test_a_hang_goes_through_the_ranks_once_all_have_replied(monkeypatch: pytest
     ranks, walks, now = 64, [], [1000.0]
     heartbeat: Any = SimpleNamespace(period=10.0, age=11.0, limit=10.0)
     watch = hang_watch.HangWatch(heartbeat=heartbeat, request_status=lambda _: None)
-    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (hang_watch, running_clock):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def present() -> list[RankInfo]:
         walks.append(now[0])

@@ -561,6 +561,29 @@ def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_agai
     assert f"to resume: sbatch {run.job_script}" in said
 
 
+def test_agents_that_still_end_their_ranks_can_record_it(
+    run: Run, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the time limit: every agent wrote into the log of the job that it could not write outcome.json."""
+    answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit 0\n", ""))
+    monkeypatch.setattr(epilogue, "_LAST_RECORDS_S", 0.1)
+    monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
+    job = JobFile(program=Program(command=["train"]), target=Slurm())
+    job.write(run)
+    start(0)
+    team = Team(job.launch_directory(run, os.environ), number=0, size=1)
+    team.begin_round(0)
+    assert epilogue.main(str(run.path), "--step", "1") == 143
+    team.conclude({"exit_code": 143, "record": None})
+    team.mark_ended(143)
+    assert not team.record_failed and "could not" not in caplog.text
+    start(1)
+    Team(job.launch_directory(run, os.environ), number=0, size=1).begin_round(0)
+    monkeypatch.setattr(epilogue.Step, "wait", lambda *_, **__: StepEnd(status=143))
+    epilogue.main(str(run.path), "--step", "1")
+    assert not run.launch_dir.exists(), "of earlier starts, too"
+
+
 @pytest.mark.parametrize(
     ("shows", "queued"),
     [
@@ -586,6 +609,7 @@ def test_a_script_with_checkpoints_of_its_own_is_queued_again_as_long_as_it_gets
     target = Slurm(progress=str(own), max_attempts=6)
     JobFile(program=Program(command=["train"]), target=target).write(run)
     monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
+    monkeypatch.setattr(epilogue, "_LAST_RECORDS_S", 0.1)
     found = []
     for number in range(7):
         start(number)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from waiting import has_ended, wait_until
 
-from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_SIGNALS
+from headway.dist.control.signals import STOP_SIGNALS
 from headway.errors import UsageError
 from headway.record.devices import __main__ as process, gpu, sampling
 from headway.record.devices.node import NodeMeter
@@ -68,7 +68,7 @@ def test_signals_to_the_run_do_not_end_the_process(run: Run) -> None:
         for number in STOP_SIGNALS:  # its interpreter has just started
             sampler._process.send_signal(number)
         wait_until(lambda: samples_of(run, "cn1"), "a sample is written")
-        for number in FORWARDED_SIGNALS:
+        for number in STOP_SIGNALS:
             sampler._process.send_signal(number)
         count = len(samples_of(run, "cn1"))
         wait_until(lambda: len(samples_of(run, "cn1")) > count + 1, "samples are written after the signals")

@@ -25,7 +25,7 @@ from each_rank import EachRank
 from waiting import wait_until
 
 from headway.dist import World
-from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_SIGNALS
+from headway.dist.control.signals import STOP_SIGNALS
 from headway.errors import MissingExtra, Stopped, StorageError, UsageError
 from headway.record.media import read_media
 from headway.record.media.content import take_histogram, take_image, take_text
@@ -522,12 +522,12 @@ def test_signals_to_the_run_end_no_sink(run: Run, messages: list[str]) -> None:
             sink.send_signal(number)
         write(run, 1)
         wait_until(lambda: run.csv_file.exists() and "loss" in run.csv_file.read_text(), "the sink has a row")
-        for number in FORWARDED_SIGNALS:
+        for number in STOP_SIGNALS:
             sink.send_signal(number)
         write(run, 2)
         status = dict(line.split(":\t") for line in Path(f"/proc/{sink.pid}/status").read_text().splitlines())
     assert messages == [] and run.csv_file.read_text().count("train/loss") == 2
-    bits = sum(1 << number - 1 for number in FORWARDED_SIGNALS)
+    bits = sum(1 << number - 1 for number in STOP_SIGNALS)
     for kind in ("SigBlk", "SigIgn"):
         assert not int(status[kind], 16) & bits, "programs that it starts handle signals as usual"
 

@@ -97,7 +97,9 @@ def stop_and_go_on(folder: Path, number: int, who: tuple[int, ...], at: Any, **s
 
 
 @alone
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+)
 def test_a_signal_stops_after_the_step(number: int, tmp_path: Path) -> None:
     assert stop_and_go_on(tmp_path, number, (0,), 5) == 5  # log points are a thousand steps apart
 

@@ -67,6 +67,8 @@ class RankGroup:
         """the key with which ranks sign their values; only the ranks of this launch have it"""
         self.hub: Hub | None = None
         self.peer: Peer | None = None
+        self.root_host = "127.0.0.1"
+        """the name under which this rank has reached rank 0"""
         self.failure_handler = FailureHandler(launch, _scripts_hook)
         self.opened_runs: set[Path] = set()
         self.reopened_runs: set[Path] = set()

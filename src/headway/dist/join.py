@@ -51,7 +51,9 @@ from headway.dist.rendezvous import (
     HubAddress,
     Rendezvous,
     StoreRendezvous,
+    check_loopback,
     file_rendezvous,
+    interface_toward,
     listen,
     own_address,
 )
@@ -157,6 +159,8 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
     )
     if launch.world_size == 1:
         return place_ranks([me])[0]
+    if launch.local_world_size == launch.world_size:
+        check_loopback()
     _allow_open_files(launch)
     rendezvous: Rendezvous
     if launch.store_address is None:
@@ -180,6 +184,7 @@ def _rendezvous(group: RankGroup, timeout: float) -> RankPlacement:
     finally:
         if group.hub:
             rendezvous.close()
+    group.root_host = host
     _follow_hub(group, group.peer, RankInfo(**welcome["root"]))
     if isinstance(rendezvous, FileRendezvous):
         _export_address(group, host, int(welcome["store_port"]))
@@ -338,7 +343,12 @@ def _check_gpus_differ(group: RankGroup, placement: RankPlacement) -> None:
 
 def _tune_network(group: RankGroup, nodes: int) -> None:
     """Sets the few network variables that this machine needs and that are not set, and logs them with reasons."""
-    settings = nccl_settings(machine.detect(), nodes, {**read_conf(os.environ, Path("/")), **os.environ})
+    settings = nccl_settings(
+        machine.detect(),
+        nodes,
+        {**read_conf(os.environ, Path("/")), **os.environ},
+        toward_root=interface_toward(group.root_host) if nodes > 1 else None,
+    )
     for setting in settings:
         if setting.value is not None:
             group.export(setting.name, setting.value, override=False)

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -199,12 +200,27 @@ def listen(launch: LaunchEnvironment) -> tuple[socket.socket, tuple[str, ...]]:
     return listen_on(launch.master or socket.gethostname())
 
 
+def check_loopback() -> None:
+    """Raises `UsageError` if processes of this host cannot reach each other, as in a container without a loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((LOOPBACK[0], 9))  # sends nothing
+        except OSError as error:
+            raise UsageError(
+                f"ranks on this host cannot reach each other at {LOOPBACK[0]} ({error.strerror}): it has no loopback "
+                "interface; start it with: ip link set lo up"
+            ) from error
+
+
 def listen_on(name: str | None) -> tuple[socket.socket, tuple[str, ...]]:
     """Opens a port for other hosts: at one address, if `name` resolves to exactly one address of this host.
 
     Otherwise it is not known on which network other hosts reach this one: the port is open on all, and this is logged.
     """
     address = own_address(name) if name else None
+    if name == socket.gethostname() and address in (None, *LOOPBACK) and _resolves_to_loopback(name):
+        only = _own_addresses(socket.AF_INET)
+        address = only[0] if len(only) == 1 else None
     if name and address and address not in LOOPBACK:  # the loopback is of no use to other hosts
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         server = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
@@ -218,6 +234,15 @@ def listen_on(name: str | None) -> tuple[socket.socket, tuple[str, ...]]:
     return server, tuple(dict.fromkeys(name for name in names if name))
 
 
+def _resolves_to_loopback(name: str) -> bool:
+    """Whether a name stands for this host alone, such as 127.0.1.1 where Debian was installed."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ip_address(each.removeprefix(_MAPPED)).is_loopback for each in found)
+
+
 @cache
 def _report_open(name: str | None) -> None:
     logger.info(
@@ -225,6 +250,21 @@ def _report_open(name: str | None) -> None:
         "networks, to all who have the key of the launch",
         name,
     )
+
+
+def interface_toward(host: str) -> str | None:
+    """Returns the interface whose address `host` is, or through which it is reached; None if that is the loopback."""
+    try:
+        target = str(socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == own for each in addresses) and not ip_address(own).is_loopback:
+            return name
+    return None
 
 
 def own_address(name: str) -> str | None:

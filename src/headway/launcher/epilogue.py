@@ -41,6 +41,8 @@ from headway.system.text import format_duration
 
 _RESTART_S = 60.0
 """how long agents may take to agree on another round"""
+_LAST_RECORDS_S = 5.0
+"""how long ranks that their job ends may take, of the time until the scheduler kills this process"""
 _ALERT_S = 10.0
 """how long the end of a job waits for its alert to be sent"""
 _CLOCK_S = 30.0
@@ -74,7 +76,9 @@ def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
 
             if left_to_scheduler():
                 return TERMINATED
-            return _finish(run, job, records, end, left_to_scheduler, is_prologue=is_prologue)
+            code = _finish(run, job, records, end, left_to_scheduler, is_prologue=is_prologue)
+            _remove_records(run, records, end)
+            return code
         except HeadwayError as error:
             logger.error(error)
             return error.exit_code
@@ -155,7 +159,6 @@ def _finish(
     if outcome["exit_code"] == Stopped.exit_code and (fault := _why_too_early(run, job, os.environ)):
         outcome = {"exit_code": 1, "record": {"kind": "step", "error": fault, "exit_code": 1}}
     lost_hosts = records.hosts(end.lost)
-    shutil.rmtree(records.directory, ignore_errors=True)  # an agent on a lost node may still be writing there
     code = int(outcome["exit_code"])
     if run.was_replaced():  # this node was cut off, so the scheduler could not end this process
         label = job.target.scheduler.label
@@ -175,6 +178,23 @@ def _finish(
     if job.target.alert:
         _alert(run, job, code, "; ".join(filter(None, (reason(outcome), requeued))))
     return code
+
+
+def _remove_records(run: Run, records: LaunchRecords, end: StepEnd) -> None:
+    """Removes what the agents have left; those of a step that still runs may have to record how their ranks end.
+
+    What they leave then is removed at the end of the next start.
+    """
+    if end.status is None:
+        records.settle(_LAST_RECORDS_S)
+        if records.missing():
+            return
+    with suppress(OSError):  # there is none, or the storage may be what failed
+        last = records.directory.stat().st_mtime
+        for each in run.launch_dir.iterdir():
+            if each.stat().st_mtime <= last:  # not of a start that has replaced this one
+                shutil.rmtree(each, ignore_errors=True)  # an agent on a lost node may still be writing there
+        run.launch_dir.rmdir()
 
 
 def _record_end(run: Run, outcome: Outcome, progress: str) -> None:

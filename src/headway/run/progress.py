@@ -37,7 +37,7 @@ class JobProgress:
     row_step: int
     """the highest step of a metric row so far; -1 if there is none"""
     contents: tuple[str, ...]
-    """of the files that the script has completed so far"""
+    """of the files of the script so far: half a file does not count at the next end either"""
     same_step_ends: int
     """ends in a row without a newer checkpoint of headway"""
     idle_ends: int
@@ -50,19 +50,18 @@ class JobProgress:
         """Returns the progress when a start of the job has ended; `path` is where the script keeps its own files."""
         before = cls.read(run)
         step, row = newest_step(run.path), _last_row_step(run)
-        found = dict(_contents(Path(path))) if path else {}
+        seen = before.contents if before else ()
+        found = list(_own_files(Path(path))) if path else []
         counted = []
         if row > (before.row_step if before else -1):
             counted.append(f"metric rows up to step {row:,}")
-        if new := [
-            name for name, content in found.items() if before is None or content not in before.contents
-        ]:
+        if new := [each.name for each in found if each.complete and each.content not in seen]:
             counted.append(f"{new[0]} in {path}" + (f" and {len(new) - 1} more" if len(new) > 1 else ""))
         same = before is not None and before.newest_step == step
         return cls(
             newest_step=step,
             row_step=max(row, before.row_step if before else -1),
-            contents=tuple(dict.fromkeys((*(before.contents if before else ()), *found.values()))),
+            contents=tuple(dict.fromkeys((*seen, *(each.content for each in found)))),
             same_step_ends=before.same_step_ends + 1 if before and same else 1,
             idle_ends=before.idle_ends + 1 if before and same and not counted else 1,
             counted=" and ".join(counted),
@@ -83,22 +82,36 @@ def _last_row_step(run: Run) -> int:
     return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=-1)
 
 
-def _contents(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the names of the newest files that are complete, and a hash of what is in them."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class _OwnFile:
+    name: str
+    content: str
+    """a hash of the size and of parts"""
+    complete: bool
+
+
+def _own_files(path: Path) -> Iterator[_OwnFile]:
+    """Yields the newest files."""
     found: list[tuple[float, Path]] = []
     for each in [path] if path.is_file() else _walk(path):
         with suppress(OSError):  # it was removed
             facts = each.lstat()
-            if facts.st_size and time.time() - facts.st_mtime > _UNFINISHED_S:
+            if facts.st_size:
                 found.append((facts.st_mtime, each))
-    for _, each in sorted(found, reverse=True)[:_FILES]:
+    now = time.time()
+    for written, each in sorted(found, reverse=True)[:_FILES]:
         with suppress(OSError), files.open_regular(each) as file:
             size = os.fstat(file.fileno()).st_size
             digest = hashlib.sha256(str(size).encode())
             for number in range(_SAMPLES):
                 file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
-            yield each.name if each == path else str(each.relative_to(path)), digest.hexdigest()[:16]
+            yield _OwnFile(
+                name=each.name if each == path else str(each.relative_to(path)),
+                content=digest.hexdigest()[:16],
+                complete=now - written > _UNFINISHED_S,
+            )
 
 
 def _walk(path: Path) -> Iterator[Path]:

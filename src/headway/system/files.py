@@ -37,9 +37,10 @@ def storage(doing: str, *, passing: type[OSError] | tuple[()] = ()) -> Iterator[
     except passing:
         raise
     except OSError as error:
-        raise StorageError(
-            f"could not {doing}: {error.strerror or error}; check space, quota and mount of that file system"
-        ) from error
+        remedy = "check space, quota and mount of that file system"
+        if error.errno == errno.ENOMEM:
+            remedy = "check the memory of this machine, and the limit of this job"
+        raise StorageError(f"could not {doing}: {error.strerror or error}; {remedy}") from error
 
 
 def is_listed(path: Path) -> bool:

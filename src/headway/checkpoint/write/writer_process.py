@@ -16,6 +16,7 @@ import mmap
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,7 +89,8 @@ class WriterProcess:
         if not answer:
             raise StorageError(
                 f"the process that was writing step {target.step} to {target.parent} {self._end()}; earlier "
-                "checkpoints are unchanged. Check this rank's log, and whether the node ran out of memory"
+                f"checkpoints are unchanged. Check the log of rank {os.environ.get('RANK', '0')}, and whether "
+                f"{socket.gethostname()} ran out of memory"
             )
         return _value(json.loads(answer))
 

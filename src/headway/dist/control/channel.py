@@ -17,6 +17,9 @@ from typing import Any, final
 Message = dict[str, Any]
 
 _NONCE_BYTES = 16
+_SILENT_S = 60
+"""after this time without a sign of the other side, the kernel drops the connection"""
+_PROBES = 3
 _MAX_LINE_BYTES = 4 << 20  # a long traceback fits; an endless line does not fill the memory
 
 
@@ -40,6 +43,8 @@ class Channel:
         self._secret: bytes | None = None  # known once the other side's random number has arrived
         self._sent = self._received = 0
         self._buffer = bytearray()
+        self.trouble: OSError | None = None
+        """why a message could not be sent; the kernel reports each error once, and then only that the end is reached"""
         _keep_alive(sock)
         sock.sendall(self._nonce)
 
@@ -52,7 +57,8 @@ class Channel:
         """Sends the message; returns whether the other side was still there."""
         try:
             self.send(message)
-        except OSError:
+        except OSError as error:
+            self.trouble = self.trouble or error
             return False
         return True
 
@@ -138,8 +144,8 @@ def _keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if "TCP_KEEPIDLE" in vars(socket):  # Linux; elsewhere the system's own times apply
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S // 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_S // 2 // _PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
         # with a message in flight the kernel does not probe, and would resend the message for a quarter of an hour
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S)

@@ -134,10 +134,10 @@ class FailureHandler:
             self._recording.join(_DISK_S)
         capture.hard_exit(record["exit_code"], "" if self._agent_has_record else cause)
 
-    def on_hub_lost(self) -> None:
+    def on_hub_lost(self, trouble: Exception | None) -> None:
         """Exits because rank 0 is gone: every rank acts on its own."""
         assert self.root is not None
-        self._exit_without_hub(lost_rank_record(self.root))
+        self._exit_without_hub(lost_rank_record(self.root, trouble))
 
     def on_hub_silent(self) -> None:
         """Exits because rank 0 is connected but does not reply: it is stopped, or its interpreter lock is held."""

@@ -13,6 +13,8 @@ With thousands of ranks the hub handles thousands of messages, so handling one m
 
 from __future__ import annotations
 
+import errno
+import os
 import selectors
 import socket
 import threading
@@ -36,6 +38,11 @@ _ECHO_GRACE_S = 1.0
 """how long a lost connection waits for the real cause, which may arrive a moment later"""
 _EXIT_GRACE_S = 1.0
 """how long the hub waits for the others to exit, so that it prints last"""
+_LINK_ERRORS = (
+    *(errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN),
+    *(errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENOTCONN),
+)
+"""errors of a connection whose other end may still be alive; a process that ends closes or resets it"""
 _NOTICE_EVERY_S = 10.0
 """how often the missing ranks are logged"""
 
@@ -138,17 +145,18 @@ class Hub(threading.Thread):
         channel.close()
 
     def _read(self, connection: _Connection) -> None:
+        trouble: Exception | None = None
         try:
             chunk = connection.channel.socket.recv(65536)
             connection.channel.feed(chunk)
             for message in connection.channel.messages():
                 self._unauthenticated.trust(connection.channel)
                 self._on_message(connection, message)
-        except (OSError, UntrustedPeer):
-            chunk = b""
+        except (OSError, UntrustedPeer) as error:
+            chunk, trouble = b"", error
         if not chunk:
             self._drop(connection.channel)
-            self._on_disconnect(connection)
+            self._on_disconnect(connection, trouble or connection.channel.trouble)
 
     def _on_message(self, connection: _Connection, message: Message) -> None:
         if message["type"] == "hello":
@@ -248,13 +256,13 @@ class Hub(threading.Thread):
             welcome = {"type": "welcome", "placement": asdict(placement), "root": root, **self._welcome}
             self._channels[rank].try_send(welcome)
 
-    def _on_disconnect(self, connection: _Connection) -> None:
+    def _on_disconnect(self, connection: _Connection, trouble: Exception | None) -> None:
         if connection.rank is None or connection.rank in self._left:
             return
         self._channels.pop(connection.rank, None)
         for round in self._rounds.values():
             round.waiting.discard(connection.rank)
-        self._on_failure(lost_rank_record(self._ranks[connection.rank]))
+        self._on_failure(lost_rank_record(self._ranks[connection.rank], trouble))
 
     def _on_expired(self, info: RankInfo, timeout_s: float) -> None:
         """Names the ranks for which another one has waited in vain; that one leaves, and is not the cause."""
@@ -329,8 +337,15 @@ class _Connection:
         self.rank: int | None = None
 
 
-def lost_rank_record(info: RankInfo) -> FailureRecord:
-    """Returns the record of a rank whose connection closed before it reported anything."""
+def lost_rank_record(info: RankInfo, trouble: Exception | None = None) -> FailureRecord:
+    """Returns the record of a rank whose connection closed before it reported anything, with this error if any."""
+    if isinstance(trouble, OSError) and trouble.errno in _LINK_ERRORS:
+        why = os.strerror(trouble.errno or 0)
+        error = (
+            f"the connection from {socket.gethostname()} to {info.host} was lost ({why}), with rank {info.rank}: "
+            "check the network between these nodes, and whether they are up"
+        )
+        return lost_rank_record(info) | {"kind": "lost", "error": error, "hint": None}
     return {
         "kind": "vanished",
         "rank": info.rank,

@@ -68,7 +68,7 @@ class Peer:
     def listen(
         self,
         on_abort: Callable[[FailureRecord], None],
-        on_hub_lost: Callable[[], None],
+        on_hub_lost: Callable[[Exception | None], None],
         on_hub_silent: Callable[[], None],
     ) -> None:
         """Receives the hub's messages in the background for the rest of the run."""
@@ -115,18 +115,19 @@ class Peer:
     def _receive(
         self,
         on_abort: Callable[[FailureRecord], None],
-        on_hub_lost: Callable[[], None],
+        on_hub_lost: Callable[[Exception | None], None],
         on_hub_silent: Callable[[], None],
     ) -> None:
+        trouble: Exception | None = None
         try:
             message = self._serve(on_hub_silent)
-        except (OSError, UntrustedPeer, ValueError):  # ValueError: closed by the main thread
-            message = None
+        except (OSError, UntrustedPeer, ValueError) as error:  # ValueError: closed by the main thread
+            message, trouble = None, error
         self._ended.set()
         if message is not None and message["type"] == "abort":
             on_abort(message["record"])
         elif message is None and not self._leaving:
-            on_hub_lost()
+            on_hub_lost(trouble or self._channel.trouble)
 
     def _serve(self, on_hub_silent: Callable[[], None]) -> Message | None:
         """Replies to the hub's requests until its final message, which is returned; None when the hub is gone."""

@@ -28,12 +28,10 @@ from typing import Any
 
 STOP_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 """signals by which schedulers and `headway` request that a run saves and stops"""
-STOP_SIGNALS = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (*STOP_REQUESTS, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """all signals that make a run save and stop; data workers must not react to them"""
 END_OF_TIME = "the end of the job's time"
 """the reason for a stop without a signal, in a run that watches the clock itself"""
-FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
-"""signals that the parent process of ranks forwards to them"""
 _OF_A_TERMINAL = (signal.SIGHUP, signal.SIGINT)
 """signals that a shell makes background programs ignore, so that a closed terminal or a Ctrl-C does not end them"""
 
@@ -50,7 +48,7 @@ def handled_signals(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     `nohup` makes a program ignore SIGHUP, and a script makes what it starts with `&` ignore SIGINT. Stop requests
     always get a handler, since headway itself starts ranks with these ignored, until they can handle them.
 
-    >>> signal.SIGTERM in handled_signals(FORWARDED_SIGNALS)
+    >>> signal.SIGTERM in handled_signals(STOP_SIGNALS)
     True
     """
     return [
@@ -95,7 +93,7 @@ def ignore_signals(worker: int = 0) -> None:  # noqa: ARG001 - torch calls a wor
 
 def ignore_run_signals() -> None:
     """Makes a process that a rank has started in `block_signals` ignore all signals that are meant for the run."""
-    for number in FORWARDED_SIGNALS:
+    for number in STOP_SIGNALS:
         ignore_signal(number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
 
@@ -127,11 +125,11 @@ replaced: dict[signal.Signals, Any] = {}
 
 
 def reset_in_child() -> None:
-    """Lets SIGTERM end a forked child again, and ignores stop requests: inherited handlers would act for the rank."""
+    """Lets SIGTERM and SIGHUP end a forked child again, and ignores stop requests: else it would act for the rank."""
     for number in STOP_REQUESTS:
         ignore_signal(number)
-    if signal.SIGTERM in replaced:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in replaced.keys() & {signal.SIGTERM, signal.SIGHUP}:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def ignore_termination() -> None:

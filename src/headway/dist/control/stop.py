@@ -70,7 +70,7 @@ def handle_stop_signals(
         raise
     finally:
         if stopped:
-            for number in {signal.SIGTERM, *STOP_REQUESTS} & before.keys():
+            for number in {signal.SIGTERM, signal.SIGHUP, *STOP_REQUESTS} & before.keys():
                 ignore_signal(number)
         else:
             _restore_handlers()

@@ -17,6 +17,7 @@ from types import TracebackType
 from headway.dist.failure.echo import is_echo
 from headway.dist.failure.exit_deadline import exit_within
 from headway.dist.failure.heartbeat import Heartbeat
+from headway.dist.failure.hints import memory_hint
 from headway.dist.failure.record import FailureRecord
 from headway.errors import INTERRUPTED, HeadwayError, RunLocked
 from headway.system.log import print_last
@@ -56,6 +57,9 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
     """Returns the record of an uncaught exception."""
     interrupted = isinstance(error, KeyboardInterrupt)
     name, text = type(error).__qualname__, _text(error)
+    if hint := _memory_hint(error):
+        error.add_note(hint)
+        text = hint
     own_code = error.exit_code if isinstance(error, HeadwayError) else 1
     sentence = _shorten(redact(text)) if isinstance(error, HeadwayError) else None
     unread = isinstance(error, BrokenPipeError) and _is_unread()
@@ -78,6 +82,14 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "echo": is_echo_error(error) and not unread,
         "locked_out": isinstance(error, RunLocked),
     }
+
+
+def _memory_hint(error: BaseException | None) -> str | None:
+    """Looks in the errors that led to this one, too: torch raises another one while it handles the worker's end."""
+    hint = None
+    while error is not None and hint is None:
+        hint, error = memory_hint(_text(error)), error.__cause__ or error.__context__
+    return hint
 
 
 def _text(error: BaseException) -> str:

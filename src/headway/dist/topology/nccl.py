@@ -33,8 +33,12 @@ class Setting:
         return f"{self.name}={self.value}: {self.why}"
 
 
-def nccl_settings(topology: Topology, nodes: int, environ: Mapping[str, str]) -> list[Setting]:
+def nccl_settings(
+    topology: Topology, nodes: int, environ: Mapping[str, str], *, toward_root: str | None = None
+) -> list[Setting]:
     """Returns the settings for a job of `nodes` machines like this one, to be made before its process group.
+
+    `toward_root` is the interface through which this machine reaches rank 0, or has been reached as rank 0.
 
     `environ` has what is set already, by variables and by NCCL's files (`read_conf`): that is kept.
 
@@ -43,7 +47,7 @@ def nccl_settings(topology: Topology, nodes: int, environ: Mapping[str, str]) ->
     """
     settings: list[Setting] = []
     if nodes > 1 and "GLOO_SOCKET_IFNAME" not in environ:
-        settings += _gloo_interface(topology)
+        settings += _gloo_interface(topology, toward_root)
     if not topology.gpus:
         return settings
     if "NCCL_DEBUG" not in environ:
@@ -74,12 +78,18 @@ def read_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, s
     return values
 
 
-def _gloo_interface(topology: Topology) -> list[Setting]:
+def _gloo_interface(topology: Topology, toward_root: str | None) -> list[Setting]:
     """Chooses an interface for gloo, which listens where the host name resolves to: not the loopback."""
     if topology.address is not None and not ip_address(topology.address).is_loopback:
         return []
     points = "to nothing" if topology.address is None else f"to {topology.address}"
     cause = f"the host name {topology.host!r} resolves {points}, where other nodes cannot reach gloo"
+    if toward_root is not None:
+        return [
+            Setting(
+                name="GLOO_SOCKET_IFNAME", value=toward_root, why=f"{cause}; this interface reaches rank 0"
+            )
+        ]
     default = [nic.name for nic in topology.nics if nic.default and nic.up and not nic.virtual]
     if default:
         why = f"{cause}; this interface has the default route"

@@ -25,7 +25,7 @@ import psutil
 
 from headway import schedulers
 from headway.checkpoint.format.directory import list_steps
-from headway.dist.control.signals import FORWARDED_SIGNALS, STOP_REQUESTS, handled_signals
+from headway.dist.control.signals import STOP_REQUESTS, STOP_SIGNALS, handled_signals
 from headway.dist.failure import heartbeat
 from headway.dist.failure.hang import format_ranks
 from headway.errors import INTERRUPTED, TERMINATED, HeadwayError, Stopped, UsageError
@@ -128,7 +128,7 @@ class Agent:
         return bool(self._signals)
 
     def run(self) -> int:
-        signals = handled_signals(FORWARDED_SIGNALS)
+        signals = handled_signals(STOP_SIGNALS)
         handlers = {number: signal.signal(number, self._forward) for number in signals}
         try:
             raise_open_files()
@@ -141,7 +141,7 @@ class Agent:
             _clear_cache()
             self._finish()
             # after a stop, this process exits, and Python then resets handlers of its own before it has ended
-            ignored = {signal.SIGTERM, *STOP_REQUESTS} if self._signals else set()
+            ignored = {signal.SIGTERM, signal.SIGHUP, *STOP_REQUESTS} if self._signals else set()
             for number, handler in handlers.items():
                 final = signal.SIG_IGN if number in ignored and handler == signal.SIG_DFL else handler
                 signal.signal(number, final)

@@ -122,9 +122,17 @@ def _first_by_output(
     hint = None if -status in _FROM_OUTSIDE else "its own output, above, says why"
     record = _record("exit", rank, pids, error=describe_exit_status(status), hint=hint)
     record["exit_code"] = status if status in EXIT_CODES else 1
+    if rank in outputs and (said := _own_sentence(outputs[rank])):
+        return record | {"sentence": said, "exit_code": status if status > 0 else 1}
     if rank in outputs and status not in EXIT_CODES and (lines := outputs[rank].text().splitlines()):
         record["output"], record["hint"] = redact("\n".join(lines[-_TAIL_LINES:])), None
     return record
+
+
+def _own_sentence(output: RankStderr) -> str | None:
+    """Returns the last line of a rank if headway has written it there, because the rank could not join the others."""
+    last = (output.text().splitlines() or [""])[-1]
+    return redact(last.removeprefix("headway: ")) if last.startswith("headway: ") else None
 
 
 def _has_left(status: int, output: RankStderr | None) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
 
-from headway.dist.control.signals import FORWARDED_SIGNALS, handled_signals
+from headway.dist.control.signals import STOP_SIGNALS, handled_signals
 from headway.launcher.agent.agent import Agent
 from headway.launcher.functions.worker import Call
 from headway.launcher.program import worker_command
@@ -52,7 +52,7 @@ def _mpirun(target: Mpi, command: Sequence[str], environ: Mapping[str, str]) -> 
     def forward(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
-    for number in handled_signals(FORWARDED_SIGNALS):
+    for number in handled_signals(STOP_SIGNALS):
         signal.signal(number, forward)
     code = process.wait()
     return code if code >= 0 else 128 - code
