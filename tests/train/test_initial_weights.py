@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from headway import checkpoint
 from headway.checkpoint import Weights
 from headway.checkpoint.weights.loading import has_averages, load_weights
 from headway.errors import NoValidCheckpoint, StorageError, UsageError
+from headway.system import files
 from headway.testing import ranks
 from headway.train import Fsdp, Pipeline, empty_parameters
 
@@ -301,7 +301,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "open", refuse)  # root, who runs tests in containers, may read everything
+    monkeypatch.setattr(files, "open_regular", refuse)  # root, who runs tests in containers, may read everything
     with pytest.raises(StorageError, match=r"could not read .*net.pt: Permission denied"):
         load_weights(Weights(tmp_path / "net.pt"), {"w": torch.zeros(1)}, model="net")
 
