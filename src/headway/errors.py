@@ -45,6 +45,10 @@ class HeadwayError(Exception):
 
     exit_code = 1
 
+    def __init__(self, *args: object) -> None:
+        # names of files, tensors and metrics are in messages, which reach terminals in many ways
+        super().__init__(*(escape_controls(arg) if isinstance(arg, str) else arg for arg in args))
+
 
 class UsageError(HeadwayError, ValueError):
     """Raised when a setting, an argument or the environment is wrong, before anything is started.
@@ -214,6 +218,19 @@ class NoProgress(HeadwayError):
     """
 
     exit_code = 93
+
+
+def escape_controls(text: str) -> str:
+    """Escapes control characters other than line ends and tabs, and those that change the direction of text.
+
+    >>> escape_controls("runs/a\\x1b[2J\\u202e\\nnext")
+    'runs/a\\\\x1b[2J\\\\u202e\\nnext'
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    )
 
 
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:

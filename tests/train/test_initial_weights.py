@@ -301,7 +301,9 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(files, "open_regular", refuse)  # root, who runs tests in containers, may read everything
+    monkeypatch.setattr(
+        files, "open_regular", refuse
+    )  # root, who runs tests in containers, may read everything
     with pytest.raises(StorageError, match=r"could not read .*net.pt: Permission denied"):
         load_weights(Weights(tmp_path / "net.pt"), {"w": torch.zeros(1)}, model="net")
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as c10d
 from torch import Tensor
+from toys import Batches, Classify, make_pipe
 
 import headway as hw
 from headway.errors import UsageError
 from headway.testing import ranks
-from headway.train.metrics.epoch_metrics import compute_metrics
+from headway.train.metrics.epoch_metrics import check_names, compute_metrics
 from headway.train.metrics.meter import MetricAccumulator
 
 CPU = torch.device("cpu")
@@ -494,3 +496,35 @@ def test_a_rank_may_have_nothing_of_a_group_but_not_a_part_of_it(monkeypatch: py
         UsageError, match=r"'ood/x' \(mean\) on rank 0 only; 'ood/x' \(mean\) on rank 1, 2 only"
     ):
         meter.reduce()
+
+
+@pytest.mark.parametrize("name", ["loss\x1b[2J", "loss\u202e", "a\nb"])
+def test_a_metric_has_a_name_that_a_terminal_shows(name: str) -> None:
+    with pytest.raises(UsageError, match="is not a valid name of a metric: give a line of printable text"):
+        MetricAccumulator(CPU).log(name, 1.0)
+    with pytest.raises(UsageError, match="is not a valid name of a metric: give a line of printable text"):
+        check_names([name], {})
+
+
+def test_a_secret_in_the_name_of_a_metric_does_not_reach_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "ghp_" + "a1B2" * 9
+    monkeypatch.setenv("SITE_TOKEN", "correct-horse-battery")
+    pipe = make_pipe(tmp_path)
+    pipe.register_dataset("train", Batches(2))
+
+    class Named(Classify):
+        def step(self, batch: Any) -> Tensor:
+            loss = super().step(batch)
+            self.log(f"loss/{secret}", loss)
+            self.log("loss/correct-horse-battery", loss, scope="rank")
+            return loss
+
+    pipe.append_stage(Named(), max_epochs=1)
+    pipe.enable_checkpointing(tmp_path, every="1ep")
+    pipe.run()
+    texts = [path.read_bytes() for path in tmp_path.rglob("*.jsonl")]
+    assert any(b"loss/[redacted]" in text for text in texts)
+    for text in texts:
+        assert secret.encode() not in text and b"correct-horse-battery" not in text

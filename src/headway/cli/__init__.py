@@ -8,13 +8,15 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
+from typing import Any, TextIO, final
 
 import headway
-from headway.errors import DONE, INTERRUPTED, HeadwayError, StorageError, UsageError
-from headway.system.log import escape_controls, install_handler
+from headway.errors import DONE, INTERRUPTED, HeadwayError, StorageError, UsageError, escape_controls
+from headway.system.log import install_handler
 
 VERBS = {
     "agent": "start the ranks of this node; srun and mpirun call it, one per node",
@@ -65,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     install_handler()
     _allow_any_text()
     args = list(sys.argv[1:] if argv is None else argv)
+    with _printing_safely():
+        return _run(args)
+
+
+def _run(args: list[str]) -> int:
     try:
         code = _call(args)
         sys.stdout.flush()  # here, where a closed pipe can still be caught
@@ -99,8 +106,33 @@ def _allow_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+@final
+class EscapingStream:
+    """Escapes control characters in what is printed: names in it come from files. Colors of rich are not affected."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+        """where rich writes instead: `EscapingConsole` escapes texts, and not their colors"""
+
+    def write(self, text: str) -> int:
+        return self.rich_proxied_file.write(escape_controls(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+@contextmanager
+def _printing_safely() -> Iterator[None]:
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = EscapingStream(out), EscapingStream(err)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
 def _report(error: HeadwayError) -> int:
-    print(f"headway: {escape_controls(str(error))}", file=sys.stderr)
+    print(f"headway: {error}", file=sys.stderr)
     return error.exit_code
 
 

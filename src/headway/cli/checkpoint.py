@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from headway.cli.parser import Positional, above_zero, dispatch, parse
-from headway.cli.screen import console, number, plain_table, print_json, safe
+from headway.cli.screen import EscapingConsole, console, number, plain_table, print_json, safe
 from headway.errors import DONE, NoValidCheckpoint, UsageError
 from headway.run import find_runs
 from headway.system.text import format_bytes, shorten_list
@@ -167,7 +166,7 @@ def _verify(argv: list[str]) -> int:
     from headway.checkpoint.inspect import overview as overviews
 
     options = parse(VerifyOptions, argv, verb="checkpoint verify")
-    waiting = Console(stderr=True)
+    waiting = EscapingConsole(stderr=True)
     found = {}
     for path in overviews.find(options.place()):
         with waiting.status(f"reading {path.name} ..."):  # shown on a terminal only

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from headway.cli.parser import Positional, above_zero, dispatch, natural, parse, positive, require_path
 from headway.cli.progress import show_progress, throttled_printer
-from headway.cli.screen import console, plain_table, print_json, safe
+from headway.cli.screen import EscapingConsole, console, plain_table, print_json, safe
 from headway.data.catalog import Catalog, Dataset
 from headway.errors import DONE, UsageError
 from headway.system.text import format_bytes, plural
@@ -254,7 +253,7 @@ def _pack(argv: list[str]) -> int:
     from headway.data.shards import pack
 
     options = parse(PackOptions, argv, verb="data pack")
-    screen = Console(stderr=True)
+    screen = EscapingConsole(stderr=True)
     with screen.status("packing ...") as status:  # shown on a terminal only
         report = status.update if screen.is_terminal else throttled_printer()
         paths = pack(
@@ -403,7 +402,7 @@ def _bench(argv: list[str]) -> int:
     options = parse(BenchOptions, argv, verb="data bench")
     found = _found(options.datasets, options.catalog(), "bench")
     paths = [path for shards in found.values() for path in shards]
-    with Console(stderr=True).status("measuring ..."):  # shown on a terminal only
+    with EscapingConsole(stderr=True).status("measuring ..."):  # shown on a terminal only
         seen = run_benchmark(
             paths, threads=options.threads, batch_size=options.batch_size, seconds=options.seconds
         )

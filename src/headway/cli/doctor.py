@@ -7,14 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.status import Status as Spinner
 from rich.table import Table
 from rich.text import Text
 
 from headway.cli.parser import Parser
 from headway.cli.progress import throttled_printer
-from headway.cli.screen import console, print_json
+from headway.cli.screen import EscapingConsole, console, print_json
 from headway.cli.target_options import add_target, read_options
 from headway.doctor import job
 from headway.doctor.checks import CheckResult, examine, line
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
             raise UsageError(
                 f"--{name.replace('_', '-')} is for nodes of a cluster: give their number with --nodes"
             )
-    with Console(stderr=True).status("examining this machine ..."):  # shown on a terminal only
+    with EscapingConsole(stderr=True).status("examining this machine ..."):  # shown on a terminal only
         report = examine(root=Path(options.root), canary=options.canary)
     _print(report.to_dict(), report.checks, title=f"headway doctor on {report.host}", as_json=options.json)
     return 1 if report.verdict == "bad" else 0
@@ -76,7 +75,7 @@ def _examine_nodes(options: argparse.Namespace) -> int:
     target = read_options(options, time=_TIME)
     data = [Path(path) for path in options.data]
     submitted = job.submit(target, root=Path(options.root), data=data)
-    with Console(stderr=True).status("submitted") as spinner:
+    with EscapingConsole(stderr=True).status("submitted") as spinner:
         try:
             report = job.wait(submitted, _reporter(spinner, str(submitted.run.path)))
         except KeyboardInterrupt:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.console import Console
-
 from headway.cli.parser import Positional, above_zero, dispatch, parse, positive, unknown_verb
-from headway.cli.screen import print_json, safe
+from headway.cli.screen import EscapingConsole, print_json, safe
 from headway.errors import DONE, UsageError
 from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
@@ -345,7 +343,7 @@ def _measure(argv: list[str]) -> int:
     if options.json:
         print_json(found.to_dict())
     else:
-        print_measurement(found, Console())
+        print_measurement(found, EscapingConsole())
     return 0
 
 
@@ -400,7 +398,7 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
     elif options.timeline:
         from headway.plan.report.schedule_picture import schedule_text
 
-        print(schedule_text(plan, Console().width))
+        print(schedule_text(plan, EscapingConsole().width))
     elif options.emit is not None:
         print(plan.submit_line(options.save))
     elif options.explain is not None:
@@ -410,7 +408,7 @@ def _print(plan: Estimate, options: OutputOptions) -> int:
     else:
         from headway.plan.report.tables import print_estimate
 
-        print_estimate(plan, Console())
+        print_estimate(plan, EscapingConsole())
         for file in filter(None, (options.save, options.html)):
             print(f"written to {file}")
     return plan.exit_code

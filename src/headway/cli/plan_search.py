@@ -7,11 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.console import Console
-
 from headway.cli.parser import Positional, above_zero, parse, positive
 from headway.cli.plan import named_model, named_node, writing
-from headway.cli.screen import print_json
+from headway.cli.screen import EscapingConsole, print_json
 from headway.errors import DOES_NOT_FIT, DONE, UsageError
 from headway.plan.cost.economy import Workload
 from headway.plan.model.layout import Layout
@@ -87,7 +85,7 @@ def main(argv: list[str]) -> int:
         values = {key: quantity.to_dict() for key, quantity in totals.items()}
         print_json({**found.to_dict(), "run": values})
     else:
-        print_search(found, Console())
+        print_search(found, EscapingConsole())
         for key, quantity in totals.items():
             print(f"{key} = {quantity}")
         for file in filter(None, (options.html, options.save if best else None)):

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from rich.console import Console
 from rich.progress import track
+
+from headway.cli.screen import EscapingConsole
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ def show_progress(
     >>> for path in show_progress(paths, len(paths), "checking shards"):
     ...     check(path)
     """
-    console = Console(stderr=True)
+    console = EscapingConsole(stderr=True)
     if console.is_terminal:
         yield from track(items, what, total=total, console=console, transient=True)
         return

@@ -5,27 +5,42 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import datetime
+from typing import final
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
+from headway.errors import escape_controls
 from headway.system.jsonlines import to_finite
 from headway.system.log import logger
 from headway.system.text import TIME_UNITS
 
 
-def console() -> Console:
+@final
+class EscapingConsole(Console):
+    """Prints texts with their control characters escaped: names in tables come from files."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
+
+
+def console(*, stderr: bool = False) -> Console:
     """Returns a console as wide as the terminal; lines written to a file or a pipe are never wrapped."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 10_000
     # no markup: a pattern of files may contain [a-f]
-    return Console(width=wide, highlight=False, soft_wrap=False, markup=False, emoji=False)
+    return EscapingConsole(
+        stderr=stderr, width=wide, highlight=False, soft_wrap=False, markup=False, emoji=False
+    )
 
 
 def print_json(facts: object) -> None:
     """Prints one JSON document, with NaN and infinities as text, as in the files of a run."""
-    print(json.dumps(to_finite(facts), indent=2, allow_nan=False))
+    # JSON leaves DEL as it is
+    print(json.dumps(to_finite(facts), indent=2, allow_nan=False).replace("\x7f", "\\u007f"))
 
 
 def plain_table(*titles: str, numbers: Collection[str] = ()) -> Table:

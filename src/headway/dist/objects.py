@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headway.dist.group import current, world
 from headway.dist.signed_store import sign, verify
-from headway.errors import UsageError
+from headway.errors import UsageError, escape_controls
 
 T = TypeVar("T")
 
@@ -78,6 +78,11 @@ def print_root(*values: object, sep: str = " ") -> None:
     if is_root():
         # one piece, even when Python runs unbuffered
         print(f"{sep.join(map(str, values))}\n", end="", flush=True)
+
+
+def report_root(line: str) -> None:
+    """Prints a line of headway itself on rank 0: names in it may come from files, and cannot control the terminal."""
+    print_root(escape_controls(line))
 
 
 def print_rank(*values: object, sep: str = " ") -> None:

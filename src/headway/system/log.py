@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import final
 
+from headway.errors import escape_controls
+
 logger = logging.getLogger("headway")
 
 
@@ -23,25 +25,25 @@ class StderrHandler(logging.Handler):
     """Prints messages to the current `sys.stderr`, which a rank log may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_last(f"headway: {escape_controls(self.format(record))}\n")
+        print_last(f"headway: {self.format(record)}\n")
 
 
-def escape_controls(text: str) -> str:
-    """Escapes control characters other than line ends and tabs: another user may have chosen a file's name.
+def _escape(record: logging.LogRecord) -> bool:
+    """Escapes control characters in a message: a site's own handler may print it to a terminal, too."""
+    record.msg, record.args = escape_controls(record.getMessage()), ()
+    return True
 
-    >>> escape_controls("runs/a\\x1b[2J\\nnext")
-    'runs/a\\\\x1b[2J\\nnext'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+logger.addFilter(_escape)
 
 
 def print_last(text: str) -> None:
-    """Prints to standard error; if that fails, for example on a full disk, the text is lost.
+    """Prints to standard error, with control characters escaped; if that fails, as on a full disk, the text is lost.
 
     Otherwise Python would flush the text again at exit, fail, and replace the exit code with 120.
     """
     try:
-        sys.stderr.write(text)
+        sys.stderr.write(escape_controls(text))
         sys.stderr.flush()
     except OSError:  # the terminal is gone, or the disk is full
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115

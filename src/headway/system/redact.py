@@ -11,6 +11,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
 
 REDACTED = "[redacted]"
 
@@ -138,6 +141,16 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     for head, value in _NAMED_VALUES:
         text = "".join(_without_values(text, head, value))
     return text
+
+
+@lru_cache(maxsize=4096)
+def _redact_name(name: str) -> str:
+    return redact(name)
+
+
+def redact_names(values: Mapping[str, T]) -> dict[str, T]:
+    """Returns values by their names, without the secrets in these: a script may make names of metrics of anything."""
+    return {_redact_name(name): value for name, value in values.items()}
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:

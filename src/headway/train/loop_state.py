@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from headway import dist
 from headway.data.feed.batch_mover import moving
 from headway.dist import set_phase
 from headway.dist.failure.capture import HEARTBEAT
+from headway.dist.objects import report_root
 from headway.errors import UsageError
 from headway.record.media.content import MediaContent
 from headway.system.failpoints import armed
@@ -358,7 +358,7 @@ class LoopState:
                 # only now: a validation may have drawn random numbers since the pass began
                 progress.rng_state = loaders.capture(loader)
             return loaders.open(loader)
-        dist.print_root(
+        report_root(
             f"headway: {type(loader).__name__} has no state_dict(): "
             f"{progress.skip:,} batches are read again and skipped"
         )

@@ -5,6 +5,7 @@ Both are pickles. They are read as data (`opcodes`), so `show` can also list wha
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -132,6 +133,10 @@ def check_archive(stream: BinaryIO, name: str) -> bytes:
             return archive.read(member)  # checks its CRC, too
     except DamagedCheckpoint:
         raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise DamagedCheckpoint(f"{name}: a member of it begins before the file") from error
     except (zipfile.BadZipFile, ValueError, RuntimeError, EOFError, struct.error, zlib.error) as error:
         raise DamagedCheckpoint(f"{name}: it is not a zip archive of torch: {error}") from error
 

@@ -164,7 +164,7 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def _is_plain_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -32,6 +32,7 @@ from headway.checkpoint.format.manifest import FileChecksum, Manifest
 from headway.checkpoint.format.tensor_file import header_of, table_of
 from headway.dist.collective.exchange import RankExchange
 from headway.errors import UsageError
+from headway.system.redact import redact_names
 
 
 @final
@@ -62,7 +63,7 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in metrics.items():
         if type(value) not in (int, float):
             raise UsageError(f"metrics[{name!r}] is {value!r:.80}, not a number: call .item() on a tensor")
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return redact_names({name: value for name, value in metrics.items() if math.isfinite(value)})
 
 
 @final

@@ -21,6 +21,7 @@ from headway.run import Run
 from headway.system import files, jsonlines
 from headway.system.jsonlines import JsonLinesWriter
 from headway.system.log import logger
+from headway.system.redact import redact
 from headway.system.text import format_bytes
 
 _PENDING_BYTES = 1 << 28
@@ -123,7 +124,7 @@ class MediaWriter:
 
     def add(self, name: str, content: MediaContent, *, step: int, stage: str, epoch: int) -> None:
         """Hands an item to the thread that encodes and writes it."""
-        path = _checked(name)
+        path = _checked(name := redact(name) if isinstance(name, str) else name)
         number = self._numbers.get((name, step), 0)
         if (name, step) not in self._numbers and len(self._numbers) > 1000:
             self._numbers = {key: value for key, value in self._numbers.items() if key[1] >= step}

@@ -12,8 +12,10 @@ import torch
 
 from headway import data, dist
 from headway.dist.collective.exchange import gather_rows
+from headway.dist.objects import report_root
 from headway.errors import UsageError
 from headway.run import Run, check_name
+from headway.system.redact import redact_names
 from headway.train.batches import count_batches
 from headway.train.evaluate.mode import val_batches
 from headway.train.evaluate.pause import reading_from_start
@@ -62,10 +64,10 @@ def evaluate(
         what = kind if name == kind else f"{kind} {name}"
         values = _compute(state, named, what)
         datasets = [dataset] if isinstance(dataset, str) else list(named)
-        row = {"kind": kind, "stage": stage.name, "datasets": datasets, "metrics": values}
+        row = {"kind": kind, "stage": stage.name, "datasets": datasets, "metrics": redact_names(values)}
         opened.write(pipe.world, name, {**row, "seconds": round(time.monotonic() - began, 3)})
         shown = ", ".join(f"{key} {value:.6g}" for key, value in values.items() if isinstance(value, float))
-        dist.print_root(f"{what}, weights {opened}: {shown}")
+        report_root(f"{what}, weights {opened}: {shown}")
     return values
 
 

@@ -24,6 +24,7 @@ from headway import dist
 from headway.checkpoint.format import dtypes
 from headway.dist.collective.exchange import RankExchange, gather_rows
 from headway.dist.collective.guard import from_root
+from headway.dist.objects import report_root
 from headway.errors import UsageError
 from headway.run import Run, check_name
 from headway.system import jsonlines
@@ -70,7 +71,7 @@ def predict(
             "fingerprints": content, "code": _code_of(stage),
         }  # fmt: skip
         if from_root(lambda: _is_done(out, opened, name, request)):
-            dist.print_root(f"{out} is already there, with the same weights and data")
+            report_root(f"{out} is already there, with the same weights and data")
             return out
         began = time.monotonic()
         file = kind(out, request, total) if pipe.world.is_root else None
@@ -89,7 +90,7 @@ def predict(
                 file.close()
         row = {"kind": "predict", "request": request, "seconds": round(time.monotonic() - began, 3)}
         opened.write(pipe.world, name, row)
-        dist.print_root(f"predictions of {stage.name}, weights {opened}, are in {out}")
+        report_root(f"predictions of {stage.name}, weights {opened}, are in {out}")
     return out
 
 

@@ -19,6 +19,7 @@ from headway.checkpoint.weights.loading import has_averages, load_weights
 from headway.checkpoint.weights.readers import read_stamps
 from headway.dist.collective.guard import from_root
 from headway.dist.group import current
+from headway.dist.objects import report_root
 from headway.errors import NoValidCheckpoint, UsageError
 from headway.run import Run, find_runs, own_runs, runs_under
 from headway.run.info import newest_step
@@ -231,4 +232,4 @@ class EvalProgress:
         if time.monotonic() - self._printed >= LINE_SECONDS:
             self._printed = time.monotonic()
             of = "" if self._total is None else f" of {self._total:,}"
-            dist.print_root(f"{self._what}: {self._done:,}{of} batches")
+            report_root(f"{self._what}: {self._done:,}{of} batches")

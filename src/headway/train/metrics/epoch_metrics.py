@@ -251,6 +251,8 @@ def metrics_of_set(
 def check_names(added: Iterable[str], logged: Mapping[str, Value]) -> None:
     """Raises `UsageError` if a metric that was added has the name of one that is logged."""
     for name in added:
+        if not name.isprintable():
+            raise UsageError(f"{name!r:.80} is not a valid name of a metric: give a line of printable text")
         if name in logged:
             raise UsageError(
                 f"metric {name!r} is logged and added with add_metric(): choose another name for one of them"

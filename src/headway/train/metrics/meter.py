@@ -238,6 +238,8 @@ class MetricAccumulator:
         if reduce not in get_args(Reduction):
             known = ", ".join(f'"{kind}"' for kind in get_args(Reduction))
             raise UsageError(f"metric {name!r}: reduce={reduce!r} is unknown: use one of {known}")
+        if not name.isprintable():
+            raise UsageError(f"{name!r:.80} is not a valid name of a metric: give a line of printable text")
         if name in self._cells or name in self._rank_cells:
             before = (self._cells.get(name) or self._rank_cells[name]).reduction
             raise UsageError(

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
 
-from headway import dist
 from headway.checkpoint import SavedCheckpoint
 from headway.dist import World
+from headway.dist.objects import report_root
 from headway.record.events import EventLog
 from headway.run import Run
+from headway.system.redact import redact_names
 from headway.system.text import format_bytes
 from headway.train.batches import FirstBatch, count_batches
 from headway.train.metrics.display import Display, ProgressSnapshot, open_display
@@ -60,12 +61,12 @@ class Reporter:
     def print_inputs(self, models: Iterable[RegisteredModel], datasets: Mapping[str, Iterable[Any]]) -> None:
         """Prints one line per model and per dataset."""
         for model in models:
-            dist.print_root(model.describe())
+            report_root(model.describe())
         for name, loader in datasets.items():
             batches = count_batches(loader, None)
             count = "unknown number of" if batches is None else f"{batches:,}"
             fake = ", each the first one (HEADWAY_FAKE_DATA)" if isinstance(loader, FirstBatch) else ""
-            dist.print_root(f"dataset {name}: {count} batch{'es' * (batches != 1)}{fake}")
+            report_root(f"dataset {name}: {count} batch{'es' * (batches != 1)}{fake}")
 
     @contextmanager
     def displaying(self, state: LoopState) -> Iterator[None]:
@@ -91,8 +92,8 @@ class Reporter:
             "stage": state.name,
             "epoch": state.epoch,
             "step": step,
-            "metrics": dict(point.values) if self._world.is_root else {},
-            "rank_metrics": dict(point.local),
+            "metrics": redact_names(point.values) if self._world.is_root else {},
+            "rank_metrics": redact_names(point.local),
             "host": self._world.host,
             "seconds": {phase: round(value, 6) for phase, value in seconds.items()},
         }
@@ -178,7 +179,9 @@ class Reporter:
 
     def _write_epoch(self, row: HistoryRow, values: Mapping[str, Any], **more: Any) -> None:
         place = {"stage": row.stage, "epoch": row.epoch, "step": row.step}
-        self.rows.write({"kind": "epoch", "time": time.time(), **place, "metrics": dict(values), **more})
+        self.rows.write(
+            {"kind": "epoch", "time": time.time(), **place, "metrics": redact_names(values), **more}
+        )
 
     def show_epoch(self) -> None:
         """Shows the epoch that has ended, after `post_epoch` has added its metrics."""

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from headway import dist
 from headway.checkpoint import Weights, WeightsReport
 from headway.checkpoint.inspect.exporter import adapter_infix
 from headway.checkpoint.weights.loading import Rename, load_weights
 from headway.dist.collective.guard import from_root
+from headway.dist.objects import report_root
 from headway.errors import UsageError
 from headway.run import Run, find_runs
 
@@ -82,7 +82,7 @@ class InitialWeights:
         if is_adapted(module):
             report = _fill_copies(tensors, report)
         module.load_state_dict(tensors, strict=False)
-        dist.print_root(f"model {name}: {report}")
+        report_root(f"model {name}: {report}")
         return report
 
 
