@@ -16,13 +16,13 @@ import warm
 from variants.base import Variant
 
 TRIAL = Path(__file__).with_name("trial.py")
-_EXPECTED = ("headway: launched by:",)
+_EXPECTED = ("headway: launched by:", "headway: resuming ")
 """what headway says of every run"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a variant: "exact", "named" or "refused"; any other word is a fault.
+    """What became of a variant: "exact", "named", "named late" or "refused"; any other word is a fault.
 
     "silent": a resumed run differs, and the first saves did not say so. "late": the training was saved, but a resumed
     run ends with an error. "alarm": the first saves name what makes no difference. "broken": the training fails.
@@ -33,10 +33,10 @@ class Verdict:
 
     def fits(self, variant: Variant) -> bool:
         """Whether this is what the table says."""
-        if variant.refused or variant.named:
-            word, pattern = ("refused", variant.refused) if variant.refused else ("named", variant.named)
-            return self.word == word and re.search(pattern, self.why) is not None
-        return self.word == "exact"
+        expected = {"refused": variant.refused, "named": variant.named, "named late": variant.named_late}
+        if pattern := expected.get(self.word):
+            return re.search(pattern, self.why) is not None
+        return self.word == "exact" and not any(expected.values())
 
 
 def judge(name: str, variant: Variant, directory: Path) -> Verdict:
@@ -53,7 +53,9 @@ def judge(name: str, variant: Variant, directory: Path) -> Verdict:
         return Verdict("late", starts[-1].error)
     said = "; ".join(starts[0].said)
     if difference := next(_differences(whole, starts), ""):
-        return Verdict("named", said) if said else Verdict("silent", difference)
+        late = "; ".join(line for start in starts[1:] for line in start.said)
+        word = "named" if said else "named late" if late else "silent"
+        return Verdict(word, said or late or difference)
     return Verdict("alarm", said) if said else Verdict("exact")
 
 

@@ -123,6 +123,8 @@ class Variant:
     """the steps in which the first and the second start are killed: within an epoch, and right after another one"""
     named: str = ""
     """the line that the first saves print, if a resumed run differs"""
+    named_late: str = ""
+    """the line that only a resumed run prints, if it differs: what differs is not known before"""
     refused: str = ""
     """the sentence with which the first start ends, if it cannot be saved"""
 

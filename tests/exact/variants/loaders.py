@@ -260,7 +260,7 @@ VARIANTS = {
     "torch-workers": Variant(loaders=theirs(lambda: Drawing(by_numpy), shuffle=True, num_workers=1)),
     "torch-persistent-workers": Variant(
         loaders=theirs(lambda: Drawing(by_torch), shuffle=True, num_workers=1, persistent_workers=True),
-        named="persistent",
+        named_late="random state within its persistent workers was not saved",
     ),
     "torch-draws": Variant(loaders=theirs(lambda: Drawing(by_python), shuffle=True)),
     "torch-stream": Variant(loaders=theirs(Stream)),

@@ -441,7 +441,7 @@ OWN = {
     ),
     "state-complex": custom(complex_momentum),
     "state-conjugate": custom(conjugate),
-    "state-sparse": custom(sparse),
+    "state-sparse": custom(sparse, refused="sparse_coo"),
     "state-bool": custom(booleans),
     "state-zero-dim": custom(zero_dim),
     "state-empty": custom(empty),

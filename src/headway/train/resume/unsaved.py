@@ -90,7 +90,7 @@ class UnsavedState:
         return {
             name: buffer.detach().clone()
             for name, buffer in self._buffers(persistent=False).items()
-            if buffer.numel() <= _MOST_ELEMENTS
+            if buffer.numel() <= _MOST_ELEMENTS and buffer.layout is torch.strided
         }
 
     def _check_finite(self) -> None:
@@ -100,7 +100,7 @@ class UnsavedState:
         local = {
             name: part
             for name, buffer in self._buffers(persistent=True).items()
-            if buffer.is_floating_point() and buffer.element_size() > 1
+            if buffer.is_floating_point() and buffer.element_size() > 1 and buffer.layout is torch.strided
             if (part := buffer.to_local() if isinstance(buffer, DTensor) else buffer).numel()
         }
         largest = torch._foreach_norm(list(local.values()), float("inf")) if local else ()
