@@ -26,6 +26,7 @@ EDITS = {
     "a setting": ("MOMENTUM = 0.9", "MOMENTUM = 0.5"),
     "the rate": ("RATE = 0.02", "RATE = 0.2"),
     "the schedule": ("STEPS_PER_DECAY = 4", "STEPS_PER_DECAY = 2"),
+    "the code": ("* SCALE", "* SCALE * 0.5"),
     "a group": ("GROUPS = 1", "GROUPS = 2"),
     "unfrozen": ("FROZEN = True", "FROZEN = False"),
 }
