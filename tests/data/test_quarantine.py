@@ -78,7 +78,9 @@ def test_zero_means_none_and_one_means_all() -> None:
     assert not stops(range(500), 500, share=1, epoch=500)
 
 
-@pytest.mark.parametrize(("seen", "stopped"), [((100, 200), False), ((200, 100), False), ((100, 110), True)])
+@pytest.mark.parametrize(
+    ("seen", "stopped"), [((1000, 3000), False), ((3000, 1000), False), ((1000, 1100), True)]
+)
 def test_ranks_that_have_seen_different_numbers_decide_alike(
     seen: tuple[int, int], stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,9 +98,9 @@ def test_ranks_that_have_seen_different_numbers_decide_alike(
 
     def rank(number: int) -> bool:
         quarantine = Quarantine(0.001, 10**6)
-        quarantine.add([bad(number * SHARD), bad((2 + number) * SHARD)])
+        quarantine.add([bad((2 * shard + number) * SHARD) for shard in range(5)])
         try:
-            quarantine.check_all_ranks(4, seen[number], number)
+            quarantine.check_all_ranks(10, seen[number], number)
         except HeadwayError:
             return True
         return False

@@ -260,7 +260,11 @@ class _BatchFetcher(torch_data.Dataset[Any]):
 
     def _fetch_one(self, request: SampleRequest, sample: int) -> Any:
         reseed(derive_key(self._seed, request.epoch, sample))
-        return self._dataset[sample]
+        try:
+            return self._dataset[sample]
+        except Exception as error:
+            error.add_note(f"sample {sample} of {type(self._dataset).__name__}, in epoch {request.epoch}")
+            raise
 
     def _fetch_at_once(self, request: SampleRequest, part: slice) -> tuple[Any, bool]:
         """Returns the result of `__getitems__`, and whether it drew random numbers."""

@@ -6,9 +6,12 @@ runs/NAME/log/quarantine-00003.jsonl       {"dataset": "web", "shard": "/data/7.
 from __future__ import annotations
 
 import math
+import shlex
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from headway import dist
@@ -17,6 +20,7 @@ from headway.errors import HeadwayError, StorageError
 
 _MIN_BAD = 10  # fewer may be chance, or the dataset is so small that their share says little
 _MIN_SHARDS = 3
+_NAMED_SHARDS = 5  # in the error, those with the most bad samples
 _SIGNIFICANCE = -math.log(1e-4)  # of an excess: chance stops fewer than one run in 10,000
 _MAX_SHARDS = 10_000  # that a rank sends to the others
 
@@ -66,7 +70,8 @@ class Quarantine:
         """Raises `HeadwayError` if this rank alone has too many, given the samples that it and all ranks have seen."""
         bad = len(self.samples)
         if bad and self._too_many(bad, len(self._shards), seen, seen_by_all):
-            raise self._error(bad, seen, self.samples[-1])
+            counts = Counter(sample.shard for sample in self.samples)
+            raise self._error(bad, seen, self.samples[-1], counts)
 
     def take(self) -> int:
         """Returns how many bad samples were added since the last call."""
@@ -81,18 +86,22 @@ class Quarantine:
         batches sooner. Ranks with the same `part` of the data have the same bad samples, which count once.
         """
         self._on_all_ranks += new
-        if not new or (self._max_bad and self._on_all_ranks < min(_MIN_BAD, _MIN_SHARDS)):
+        if not new or (self._max_bad and self._on_all_ranks < _MIN_BAD):
             return
+        worst = Counter(bad.shard for bad in self.samples).most_common(_NAMED_SHARDS)
         shards = sorted(self._shards)[:_MAX_SHARDS]
-        mine: list[Any] = [part, len(self.samples), shards, self.samples[-1:], seen]
+        mine: list[Any] = [part, len(self.samples), shards, worst, self.samples[-1:], seen]
         rows = RankExchange("count their bad samples").all_gather(lambda: mine)
-        by_part = {part: (count, shards) for part, count, shards, _, _ in rows}
-        bad = sum(count for count, _ in by_part.values())
-        all_shards = {shard for _, shards in by_part.values() for shard in shards}
+        by_part = {part: (count, shards, worst) for part, count, shards, worst, _, _ in rows}
+        bad = sum(count for count, _, _ in by_part.values())
+        all_shards = {shard for _, shards, _ in by_part.values() for shard in shards}
         seen_by_all = max(seen for *_, seen in rows)
         if self._too_many(bad, len(all_shards), seen_by_all, seen_by_all):
-            last = next(samples[0] for _, _, _, samples, _ in rows if samples)
-            raise self._error(bad, seen_by_all, QuarantinedSample(*last))
+            last = next(samples[0] for *_, samples, _ in rows if samples)
+            counts = Counter[str]()
+            for _, _, worst in by_part.values():
+                counts.update(dict(worst))
+            raise self._error(bad, seen_by_all, QuarantinedSample(*last), counts)
 
     def _too_many(self, bad: int, shards: int, seen: int, seen_by_all: int) -> bool:
         """Whether there are more than a whole epoch may have, or too many shards with bad samples for chance.
@@ -101,15 +110,22 @@ class Quarantine:
         """
         if not self._max_bad:
             return bad > 0
-        if bad >= _MIN_BAD and bad > self._max_bad * max(seen_by_all, self._epoch_samples):
+        if bad < _MIN_BAD:
+            return False
+        if bad > self._max_bad * max(seen_by_all, self._epoch_samples):
             return True
         expected = self._max_bad * seen
         if shards < _MIN_SHARDS or shards <= expected:
             return False
         return shards * math.log(shards / expected) - shards + expected > _SIGNIFICANCE
 
-    def _error(self, bad: int, seen: int, last: QuarantinedSample) -> HeadwayError:
+    def _error(self, bad: int, seen: int, last: QuarantinedSample, counts: Counter[str]) -> HeadwayError:
+        worst = counts.most_common(_NAMED_SHARDS)
+        named = ", ".join(f"{count} in {shard}" for shard, count in worst)
+        others = bad - sum(count for _, count in worst)
         return HeadwayError(
             f"{bad} of {seen} samples could not be used, more than max_bad={self._max_bad:g}; "
-            f"the last is {last.key!r} in {last.shard}: {last.reason}"
+            f"{named}{f', {others} in others' if others > 0 else ''}; "
+            f"the last is {last.key!r} in {last.shard}: {last.reason}; find all with: headway data check "
+            f"{shlex.quote(str(Path(last.shard).parent))}"
         )

@@ -23,8 +23,11 @@ _MAX_EXACT_FLOAT = 2**53  # up to which float64 represents all whole numbers
 def collate(samples: list[Any]) -> Any:
     """Collates dicts into a dict of batches: numbers, and arrays of one shape, become a tensor, all else a list.
 
-    Samples must have the same parts: one that lacks a part would remove it from the whole batch.
+    Tuples are collated by position, into a tuple. Samples must have the same parts: one that lacks a part would remove
+    it from the whole batch.
     """
+    if isinstance(samples[0], tuple):
+        return _collate_tuples(samples)
     if not isinstance(samples[0], dict):
         return _collate(samples)
     names = samples[0].keys()
@@ -37,6 +40,18 @@ def collate(samples: list[Any]) -> Any:
                 "raise headway.errors.BadSample in a transform to replace such samples, or pass collate_fn"
             )
     return {name: _collate([sample[name] for sample in samples]) for name in names}
+
+
+def _collate_tuples(samples: list[Any]) -> Any:
+    kind, size = type(samples[0]), len(samples[0])
+    if odd := next((each for each in samples if type(each) is not kind or len(each) != size), None):
+        found = f"{type(odd).__name__} of {len(odd)}" if isinstance(odd, tuple) else type(odd).__name__
+        raise HeadwayError(
+            f"a transform returned a {found} and a {kind.__name__} of {size} for samples of one batch: return the "
+            "same for each, raise headway.errors.BadSample to replace a sample, or pass collate_fn"
+        )
+    parts = [_collate(list(column)) for column in zip(*samples, strict=True)]
+    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
 def collate_crops(

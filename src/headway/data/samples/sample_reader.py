@@ -247,10 +247,10 @@ class SampleReader:
         """Reads a sample or, if it is bad, its substitute; None if it is left out."""
         while True:
             dataset, _, shard, sample = location
-            source = None
+            source, key = None, ""
             try:
                 source = self._shards.get(dataset, shard)
-                name, parts = source.read(sample, self._allocate)
+                key, parts = source.read(sample, self._allocate)
                 value, late = self._begin(parts)
             except (BadSample, BadShard) as error:
                 name = f"sample {sample}" if source is None else source.entries.key(sample)
@@ -260,10 +260,14 @@ class SampleReader:
                     return None
                 location = substitute
                 continue
+            except Exception as error:
+                if key:  # else no decoder was called
+                    self._name_sample(error, location, key)
+                raise
             chunk.read += sum([len(data) for data in parts.values()])
             if self._watch.watching and type(value.get(LABEL)) is int:
                 chunk.labels.append((dataset, shard, sample, value[LABEL]))
-            value[KEY] = name
+            value[KEY] = key
             return ReadSample(location, value, late, bad)
 
     def _begin_for_gpu(self, parts: Mapping[str, memoryview]) -> tuple[dict[str, Any], list[LatePart]]:
@@ -335,8 +339,17 @@ class SampleReader:
                 assert substitute is not None, "bad samples are either all replaced or all left out"
                 substitute.place = sample.place
                 sample = substitute
+            except Exception as error:
+                self._name_sample(error, sample.location, name)
+                raise
             else:
                 return sample
+
+    def _name_sample(self, error: Exception, location: SampleLocation, key: str) -> None:
+        """Adds the sample to an exception of a decoder or a transform."""
+        dataset, _, shard, _ = location
+        source = self._shards.sources[dataset]
+        error.add_note(f"sample {key!r} of dataset {source.name!r}, in {source.paths[shard]}")
 
     def _apply_transform(self, sample: ReadSample) -> Any:
         if self._cropper is not None:

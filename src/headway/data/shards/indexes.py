@@ -101,6 +101,23 @@ def stale_index(path: Path) -> BadShard:
     )
 
 
+def check_files(path: Path) -> None:
+    """Raises `BadShard` if a file beside a shard has the name of an index, and its content is none.
+
+    Loaders ignore such a file, and walk the headers of the shard instead.
+    """
+    for index in _names(path):
+        if not index.is_file() or index == _energon_file(path):
+            continue
+        version, _, count = _head(index).partition(b"\n")[0].strip().partition(b" ")
+        if not version.startswith(_DALI) or not count.strip().isdigit():
+            content = repr(_head(index)[:16])[1:] if _head(index) else "nothing"
+            raise BadShard(
+                f"{index} is not a valid index, since it begins with {content}; remove it, or write it again with "
+                f"hw.data.index({str(path)!r}, overwrite=True)"
+            )
+
+
 @final
 class DaliIndex(ShardEntries):
     """The samples in DALI's index. Lines are parsed when a sample near them is read, because a loader that resumes in

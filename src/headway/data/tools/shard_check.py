@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from headway.data.shards import checksums
+from headway.data.shards import checksums, indexes
 from headway.data.shards.decode import Decoder, decode
 from headway.data.shards.entries import ShardEntries
 from headway.data.shards.indexes import read_dali, stale_index
@@ -78,6 +78,7 @@ def _problems(path: Path, limits: ShardLimits, decoders: Mapping[str, Decoder]) 
     except BadShard as error:
         yield str(error)
     try:
+        indexes.check_files(path)
         _compare_with_index(path, entries, limits)
         shard = Shard.open(path, limits)
     except BadShard as error:
