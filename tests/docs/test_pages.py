@@ -107,7 +107,8 @@ def test_every_variable_is_on_the_reference_page() -> None:
 def test_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in commands(page):
         words = line.split()
-        script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+        ends = (number for number, word in enumerate(words) if word.endswith(".py") or word == "--")
+        script = next(ends, len(words))
         wanted = {word.partition("=")[0] for word in words[:script] if word.startswith("--")}
         if wanted:
             assert wanted - options_of(words, capsys) == set(), f"headway {line}"
