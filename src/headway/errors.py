@@ -71,6 +71,23 @@ class MissingExtra(UsageError):
         super().__init__(f"{package} is needed {purpose}: pip install 'headway[{extra}]'")
 
 
+class UnevenBatch(UsageError):
+    """Raised when a global batch cannot be split into equal parts, one for each rank.
+
+    A job on a range of nodes starts again on the largest number that can share it.
+    """
+
+    def __init__(self, global_batch_size: int, world_size: int) -> None:
+        super().__init__(
+            f"global_batch_size={global_batch_size} cannot be split into {world_size} equal parts, one for each rank: "
+            f"use a multiple of {world_size}, or another number of ranks"
+        )
+        self.global_batch_size, self.world_size = global_batch_size, world_size
+
+    def __reduce__(self) -> tuple[type[UnevenBatch], tuple[int, int]]:
+        return type(self), (self.global_batch_size, self.world_size)
+
+
 class UnreadableRun(UsageError):
     """Raised when a run has checkpoints, but its run.json or config.yaml is damaged or from a newer headway.
 

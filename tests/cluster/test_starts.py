@@ -39,6 +39,24 @@ def test_a_range_of_nodes_is_as_many_as_are_free(cluster: Cluster) -> None:
     assert (found["state"], found["attempts"]) == ("done", 2) and found["seconds"] > 0
 
 
+SHARED = """
+import headway as hw
+world = hw.init(device="cpu")
+loader = hw.data.DataLoader(range(64), global_batch_size=16)
+print("shared by", world.world_size, len(next(iter(loader))), flush=True)
+"""
+
+
+def test_a_range_of_nodes_is_the_largest_number_that_can_share_a_batch(cluster: Cluster) -> None:
+    """Seen red: 16 samples, three free nodes of four, and the job failed."""
+    project(cluster, shared=SHARED)
+    cluster.run(["scontrol", "update", "nodename=n4", "state=drain", "reason=test"], check=True)
+    (job,) = submit(cluster, "shared.py", options=("--nodes", "1-4"))
+    assert job.wait() == "COMPLETED", job.log
+    assert job.log.count("shared by 2 8") == 2, job.log
+    assert "global_batch_size=16 cannot be split into 3 equal parts: 2 of the 3 nodes are used" in job.log
+
+
 def test_a_script_that_is_submitted_by_hand_is_the_job_of_its_run(cluster: Cluster) -> None:
     """Here it is that of a run of an array, which SLURM has started by another script."""
     folder = project(cluster, stops=STOPS)

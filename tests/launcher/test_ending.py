@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -559,6 +559,48 @@ def test_what_is_ended_three_times_without_a_newer_checkpoint_is_not_queued_agai
     assert "resumes from the newest checkpoint" not in said, "there was none"
     assert "ended 3 times with the newest checkpoint at step 5; there are no new metric rows; save" in said
     assert f"to resume: sbatch {run.job_script}" in said
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "used"), [(16, "1-4", 2), (6, "1-4", 3), (16, "3-4", 3), (None, "1-4", 3)]
+)
+def test_ranks_that_cannot_share_a_batch_start_again_on_fewer_nodes(
+    size: int | None, nodes: str, used: int, run: Run, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest number of nodes that can, of the three that SLURM has given."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    monkeypatch.setattr(step_outcome, "_SETTLE_S", 0.0)
+    job = JobFile(program=Program(command=["train"], nproc=2), target=Slurm(nodes=nodes, ntasks_per_node=2))
+    job.write(run)
+    start(0)
+    begun: list[int] = []
+    agent = ["srun", "--nodes=3", "--ntasks=3", "--wait=0", "headway", "agent"]
+
+    def step(command: str, words: Sequence[str], _: Mapping[str, str]) -> int:
+        assert command == "srun" and [words[0], *words[3:]] == [agent[0], *agent[3:]]
+        begun.append(int(words[1].removeprefix("--nodes=")))
+        assert words[2] == f"--ntasks={begun[-1]}"
+        return 1
+
+    def wait(step: Step, **_: object) -> StepEnd:
+        on = begun[-1] if begun else 3
+        fits = size is None or size % (2 * on) == 0
+        for number in range(on):
+            team = Team(step._records.directory, number=number, size=on)
+            team.begin_round(0)
+            record = {"kind": "exception", "rank": 0, "host": "n1", "pid": 5, "error": "E", "traceback": "T"}
+            record |= {"exit_code": 2, "global_batch_size": size}
+            if not fits or size is None:
+                team.failure_file.write_text(json.dumps(record))
+            team.conclude({"exit_code": 0 if fits and size else 2, "record": record})
+            team.mark_ended(0 if fits and size else 2)
+        return StepEnd(status=0 if fits and size else 2)
+
+    monkeypatch.setattr(os, "posix_spawnp", step)
+    monkeypatch.setattr(epilogue.Step, "wait", wait)
+    code = epilogue.main(str(run.path), "--step", "1", *agent)
+    assert (begun or [3])[-1] == used
+    assert code == (0 if size is not None and size % (2 * used) == 0 else 2)
 
 
 def test_agents_that_still_end_their_ranks_can_record_it(

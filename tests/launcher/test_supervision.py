@@ -52,7 +52,9 @@ def supervised(tmp_path: Path) -> Iterator[Callable[..., int]]:
         command = [sys.executable, "-c", TOP + lines]
         return Agent(command, nproc=nproc, cwd=str(tmp_path), **(quick | options)).run()
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, *STOP_REQUESTS)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, *STOP_REQUESTS)
+    }
     yield run
     for number, handler in handlers.items():  # a process that was told to stop keeps ignoring the signal
         signal.signal(number, handler)

@@ -68,6 +68,14 @@ def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
             nodes = job.target.scheduler.node_count(os.environ) or job.target.node_range[1]
             records = LaunchRecords(job.launch_directory(run, os.environ), size=nodes)
             end, is_prologue = _await_end(status, int(pid or 0), agents, job, records, signals)
+            while (fewer := _usable_nodes(job, records, end, is_prologue=is_prologue)) and not signals:
+                step = job.target.scheduler.resized(agents, fewer)
+                if step is None:
+                    break
+                shutil.rmtree(records.directory, ignore_errors=True)
+                records = LaunchRecords(records.directory, size=fewer)
+                pid_of_step = os.posix_spawnp(step[0], step, os.environ)
+                end = Step(pid_of_step, records).wait(until=lambda: signals)
             # asked once: between SIGTERM and SIGKILL there is little time
             ended_by_others = cache(partial(_ended_by_others, run, job, os.environ))
 
@@ -82,6 +90,28 @@ def main(path: str, status: str, pid: str | None = None, *agents: str) -> int:
         except HeadwayError as error:
             logger.error(error)
             return error.exit_code
+
+
+def _usable_nodes(job: JobFile, records: LaunchRecords, end: StepEnd, *, is_prologue: bool) -> int | None:
+    """Returns on how many of its nodes a job must start again, since its ranks cannot share their global batch.
+
+    None if they can, or if no smaller number of nodes is both allowed and usable.
+    """
+    least, most = job.target.node_range
+    if least == most or is_prologue or end.status in (None, DONE):
+        return None
+    size = (records.failure() or {}).get("global_batch_size")
+    per_node = job.target.nproc_per_node
+    usable = (
+        nodes for nodes in range(records.size - 1, least - 1, -1) if size and not size % (nodes * per_node)
+    )
+    fewer = next(usable, None)
+    if fewer is not None:
+        logger.info(
+            "global_batch_size=%d cannot be split into %d equal parts: %d of the %d nodes are used",
+            size, records.size * per_node, fewer, records.size,
+        )  # fmt: skip
+    return fewer
 
 
 def _ended_by_others(run: Run, job: JobFile, environ: Mapping[str, str]) -> bool:

@@ -213,6 +213,10 @@ class Scheduler(ABC):
         """Returns how many nodes the job of this environment was given; None if it has as many as it asked for."""
         return None
 
+    def resized(self, step: Sequence[str], nodes: int) -> list[str] | None:  # noqa: ARG002
+        """Returns the command of a step, as the job's script has passed it, on fewer nodes; None if there is no way."""
+        return None
+
     @abstractmethod
     def end_time(self, environ: Mapping[str, str]) -> float | None:
         """Returns when the job's time is over, in seconds since 1970; None if there is no limit, or no job."""

@@ -18,4 +18,6 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per
   /opt/venv/bin/python -P -m headway agent --run "$run" &
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
 # This last command waits for srun, ends it if it outlives the agents, and has the job's exit status.
-exec /opt/venv/bin/python -P -m headway.launcher.epilogue "$run" --step $!
+exec /opt/venv/bin/python -P -m headway.launcher.epilogue "$run" --step $! \
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 --wait=0 \
+  /opt/venv/bin/python -P -m headway agent --run "$run"

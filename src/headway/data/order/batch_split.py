@@ -11,7 +11,7 @@ import torch.distributed as c10d
 from headway.data.order.order import whole_number
 from headway.dist import seeding
 from headway.dist.group import is_initialized, world  # called for every batch: no lazy lookup
-from headway.errors import UsageError
+from headway.errors import UnevenBatch, UsageError
 
 
 @final
@@ -73,10 +73,7 @@ class BatchSplit:
             return self.batch_size * world_size
         total = self.global_batch_size or 0
         if total % world_size:
-            raise UsageError(
-                f"global_batch_size={total} cannot be split into {world_size} equal parts, one for each rank: "
-                f"use a multiple of {world_size}, or another number of ranks"
-            )
+            raise UnevenBatch(total, world_size)
         return total
 
     def rank_slice(self, count: int) -> slice:

@@ -19,7 +19,7 @@ from headway.dist.failure.exit_deadline import exit_within
 from headway.dist.failure.heartbeat import Heartbeat
 from headway.dist.failure.hints import memory_hint
 from headway.dist.failure.record import FailureRecord
-from headway.errors import INTERRUPTED, HeadwayError, RunLocked
+from headway.errors import INTERRUPTED, HeadwayError, RunLocked, UnevenBatch
 from headway.system.log import print_last
 from headway.system.redact import redact
 
@@ -81,6 +81,7 @@ def exception_record(error: BaseException, trace: TracebackType | None, rank: in
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "echo": is_echo_error(error) and not unread,
         "locked_out": isinstance(error, RunLocked),
+        "global_batch_size": error.global_batch_size if isinstance(error, UnevenBatch) else None,
     }
 
 

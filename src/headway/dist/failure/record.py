@@ -44,6 +44,8 @@ class FailureRecord(TypedDict, total=False):
     suspects: list[int]
     victims: list[int]
     age: float
+    global_batch_size: int | None
+    """of a batch that this number of ranks cannot share"""
     failure_file: str | None
     """in the copies of the agent and of the hub: where the run keeps the record; None if it could not be written"""
     owner: int | None

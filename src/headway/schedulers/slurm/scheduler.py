@@ -16,7 +16,7 @@ from headway.schedulers.base import AllocatedNode, EndedBy, Health, JobIds, JobR
 from headway.schedulers.slurm import queue as slurm_queue
 from headway.schedulers.slurm.client import SlurmAnswer, SlurmClient
 from headway.schedulers.slurm.refusals import partition_option, refusal
-from headway.schedulers.slurm.script import job_script, options, submit_options
+from headway.schedulers.slurm.script import job_script, options, resized_step, submit_options
 from headway.schedulers.slurm.time_limit import parse_time_limit
 from headway.system.log import logger
 from headway.system.text import format_duration
@@ -82,6 +82,9 @@ class SlurmScheduler(Scheduler):
     def node_count(self, environ: Mapping[str, str]) -> int | None:
         given = environ.get("SLURM_JOB_NUM_NODES", "")
         return int(given) if given.isdecimal() else None
+
+    def resized(self, step: Sequence[str], nodes: int) -> list[str]:
+        return resized_step(step, nodes)
 
     def end_time(self, environ: Mapping[str, str]) -> float | None:
         began, end = self._times(environ)

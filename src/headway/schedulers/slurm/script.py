@@ -6,6 +6,7 @@ names and settings were checked, and paths are quoted.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -34,8 +35,14 @@ _AGENTS = """\
   {agent} "$run" &
 # srun's exit status does not say how the run ended; what the agents have left in the run directory does.
 # This last command waits for srun, ends it if it outlives the agents, and has the job's exit status.
-exec {epilogue} "$run" --step $!
+exec {epilogue} "$run" --step $!{again}
 """
+
+_AGAIN = """ \\
+  {step} \\
+  {agent} "$run"\
+"""
+"""a range of nodes: if the ranks cannot share a batch, the last command starts them again on fewer"""
 
 _PREPARED = """\
 # The nodes are prepared first, for example with data on their own disks: in a step of its own, which may take long.
@@ -53,11 +60,13 @@ def job_script(request: JobRequest) -> str:
     """Returns the text of the job script."""
     path = _quoted(str(request.directory)) + ('/"$SLURM_ARRAY_TASK_ID"' if request.is_array else "")
     step, epilogue = " ".join(step_command(request)), _quoted(*request.epilogue)
+    agent = _quoted(*request.agent)
     steps = (_PREPARED if request.prologue else _AGENTS).format(
         step=step,
         prologue=_quoted(*request.prologue or ()),
-        agent=_quoted(*request.agent),
+        agent=agent,
         epilogue=epilogue,
+        again=_AGAIN.format(step=step, agent=agent) if _is_range(request) else "",
     )
     return _TEXT.format(
         run=request.directory.name,
@@ -113,6 +122,15 @@ def step_command(request: JobRequest) -> list[str]:
         "wait": 0,
     }
     return ["srun", *(_option(name, value) for name, value in given.items() if value is not None)]
+
+
+def resized_step(step: Sequence[str], nodes: int) -> list[str]:
+    """Returns the command of a step on another number of nodes.
+
+    >>> resized_step(["srun", "--nodes=3", "--ntasks=3", "headway"], 2)
+    ['srun', '--nodes=2', '--ntasks=2', 'headway']
+    """
+    return [re.sub(r"^--(nodes|ntasks)=\d+$", rf"--\1={nodes}", word) for word in step]
 
 
 def node_range(request: JobRequest) -> str:
