@@ -65,4 +65,5 @@ def read_into(file: CheckpointFile, begin: int, view: memoryview) -> None:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous tensor on the CPU."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    flat = tensor.view(-1)  # of one element, it may have any stride
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

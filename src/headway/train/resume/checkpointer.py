@@ -45,6 +45,8 @@ from headway.train.resume import attempts, end_of_run, rank_states, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import RankState
 from headway.train.resume.registered import RegisteredSettings, SettingsByOwner
+from headway.train.resume.rehearsal import Rehearsal
+from headway.train.resume.rng import temporary_state
 from headway.train.resume.save_attempt import NOWHERE, Place, SaveAttempt, StepMetrics
 from headway.train.resume.unsaved import UnsavedState
 
@@ -83,6 +85,7 @@ class Checkpointer:
         self._registered: SettingsByOwner = {}
         self._fingerprints: Mapping[str, Mapping[str, str]] = {}
         self._unrestored: Callable[[], None] | None = None
+        self._rehearsal, self._stepped = Rehearsal(run), False
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
         self.rank_state, self._unsaved = RankState(run), UnsavedState(run)
@@ -130,6 +133,7 @@ class Checkpointer:
             if choice.why != NEW:
                 self._log(f"{choice.run.id} has no checkpoint yet: starting from step 0 ({choice.why})")
             self.run.begin_averages()
+            self._rehearsal.begin()
             self._save_and_wait(None)  # broken storage is detected before the first step
             return
         if self.settings.resume == "never":
@@ -241,6 +245,10 @@ class Checkpointer:
     def after_step(self, loop_state: LoopState) -> None:
         """Stops or saves between two steps, if due."""
         self._lead_time.step()
+        if not self._stepped:
+            self._stepped = True
+            loop_state.settle()
+            self._rehearsal.after_step()
         self._pass_point(loop_state)
         every = self.settings.interval.steps
         self.due |= every is not None and self.run.steps_done % every == 0
@@ -470,6 +478,7 @@ class Checkpointer:
             return
         self._last_save = SaveAttempt(place=place, scheduled=scheduled, replaces=replaces)
         failpoint("train.save")
+        self._rehearsal.before_save()
         state.check_weights(self.run)
         self._unsaved.check()
         facts = self._before_validation or self.rank_state.capture()
@@ -480,7 +489,8 @@ class Checkpointer:
         shared["rates"] = {name: schedule.used_rates() for name, schedule in self.run.schedules.items()}
         if self.run.media and self._before_validation is None:  # a resumed run repeats the whole validation
             self.run.media.save_point(self.run.steps_done)
-        gathered = state.gather(self.run) | {"run": shared}
+        with temporary_state(None, pipe.device):  # a state_dict() of the user's may draw random numbers
+            gathered = state.gather(self.run) | {"run": shared}
         rank_states.check_equal(pipe, gathered["registered"])
         self.saver.save(
             state.contribution(pipe, gathered, from_root=self._saves_root_state),

@@ -99,7 +99,7 @@ def restore_position(run: RunState, state: Mapping[str, Any]) -> None:
 def _restore_progress(run: RunState, state: Mapping[str, Any]) -> None:
     _check_names("stages", [stage.name for stage in run.pipe.stages], state["stages"])
     for stage in run.stage_states:
-        with _loading("stage", stage.name):
+        with loading("stage", stage.name):
             stage.load_state_dict(state["stages"][stage.name])
     run.steps_done, run.epoch = state["progress"]["step"], state["progress"]["epoch"]
 
@@ -121,21 +121,21 @@ def restore(run: RunState, state: Mapping[str, Any]) -> None:
     _restore_progress(run, state)
     for name, model in pipe.registered_models.items():
         _check_tensors(name, model.state_dict(), state["models"][name])
-        with _loading("model", name):
+        with loading("model", name):
             model.load_state_dict(state["models"][name])
             changed = modules.load(model.bare, state["modules"][name])
         if model.ema is not None:
-            with _loading("average of model", name):
+            with loading("average of model", name):
                 model.ema.load_state_dict(state["averages"][name])
         _report(pipe, f"model {name!r}: parameters are frozen and unfrozen as in the checkpoint", changed)
     _restore_optimizers(pipe, state["optimizers"])
     for name, scheduler in pipe.schedulers.items():
-        with _loading("scheduler", name):
+        with loading("scheduler", name):
             scheduler.load_state_dict(state["schedulers"][name])
     for name, each in run.registered_state.items():
-        with _loading("state", name):
+        with loading("state", name):
             load_metric_state(each, state["registered"][name])
-    with _loading("rank states", ", ".join(run.rank_states)):
+    with loading("rank states", ", ".join(run.rank_states)):
         rank_states.restore(run.rank_states, state, pipe.world.rank)
 
 
@@ -169,7 +169,7 @@ def _restore_optimizers(pipe: Pipeline, saved: Mapping[str, Any]) -> None:
     names, parameters = parameter_names(pipe), named_parameters(pipe)
     for name, optimizer in pipe.optimizers.items():
         optimizers.check_class(name, optimizer, saved[name])
-        with _loading("optimizer", name):
+        with loading("optimizer", name):
             added = optimizers.match_groups(name, optimizer, parameters, saved[name])
             optimizers.load(optimizer, names, saved[name])
         _report(pipe, f"optimizer {name!r}: parameters are grouped as in the checkpoint", added)
@@ -290,7 +290,7 @@ def _check_tensors(name: str, here: Mapping[str, Any], saved: Mapping[str, Any])
 
 
 @contextmanager
-def _loading(kind: str, name: str) -> Iterator[None]:
+def loading(kind: str, name: str) -> Iterator[None]:
     """Raises `UsageError` if an object refuses a saved state: no attempt with this script can succeed."""
     try:
         yield
