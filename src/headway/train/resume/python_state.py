@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -390,7 +390,8 @@ def _function(value: object) -> FunctionType | None:
         value = value.__func__
     if isinstance(value, property):
         value = value.fget
-    value = getattr(value, "func", value)
+    if isinstance(value, cached_property):
+        value = value.func
     return value if isinstance(value, FunctionType) else None
 
 

@@ -43,8 +43,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *rest))
     _restore_torch(state, device)
-    seed = torch.initial_seed()  # older checkpoints have no streams, and the ranks theirs from the beginning
-    seeding.load_streams_state(state.get("streams", {"common": seed, "own": seed}))
+    seeding.load_streams_state(state["streams"])
 
 
 @contextmanager
