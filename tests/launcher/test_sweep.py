@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ from headway.errors import StorageError, UsageError
 from headway.launcher.agent.agent import Agent
 from headway.launcher.code import snapshot
 from headway.launcher.sweep import arguments, grid, join, label, member
+from headway.launcher.targets import read_target
 from headway.run import Run
 from headway.run.job_record import record_start
 from headway.watch.runs import resolve, summarize
@@ -256,3 +260,37 @@ def test_a_sweep_that_cannot_begin_leaves_nothing(project: Path, monkeypatch: py
 def label_of(project: Path) -> str:
     first = min(path.parent for path in project.glob("runs/*/sweep.json") if '"index": 0' in path.read_text())
     return str(first)
+
+
+@pytest.mark.parametrize("text", ["a\nb,c", "x" * 200_000])
+def test_values_that_are_not_a_list_are_told_in_a_sentence(text: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"^--array 'x=.* is not a list of values: put a value with a line end"
+    ):
+        grid([f"x={text}"])
+
+
+BOMB = "a: &a [1, 1]\n" + "".join(
+    f"{c}: &{c} [*{b}, *{b}]\n" for b, c in pairwise("abcdefghijklmnopqrstuvwxyz")
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("read", [lambda path: grid([str(path)]), read_target], ids=["sweep", "target"])
+@pytest.mark.parametrize(
+    "text", [BOMB, "a: &a [*a]\n", "[" * 5000, "pipe", "zero", "sparse"], ids=lambda text: text[:8]
+)
+def test_hostile_files_of_settings_are_told_in_a_sentence(tmp_path: Path, text: str, read: Any) -> None:
+    path = tmp_path / "x.yaml"
+    if text == "pipe":
+        os.mkfifo(path)
+    elif text == "zero":
+        path.symlink_to("/dev/zero")
+    elif text == "sparse":
+        path.touch()
+        os.truncate(path, 40 << 30)
+    else:
+        path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read(path)
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)

@@ -126,17 +126,22 @@ def _spec(spec: str) -> list[Settings]:
         raise UsageError(
             f"--array {spec!r:.80} is neither NAME=V1,V2 nor a file that ends in {', '.join(_FILES)}"
         )
-    values = next(csv.reader([text], skipinitialspace=True), []) or [""]
+    try:
+        values = next(csv.reader([text], skipinitialspace=True), []) or [""]
+    except csv.Error as error:
+        raise UsageError(
+            f"--array {spec!r:.80} is not a list of values: put a value with a line end or a quote into double quotes"
+        ) from error
     return [{name: _value(name, value)} for value in values]
 
 
 def _read(spec: str) -> list[Settings]:
     path = Path(spec)
     try:
-        text = path.read_text()
+        text = files.read_regular(path, follow=True).decode()
         if path.suffix == ".csv":
             return _rows(path, list(csv.DictReader(text.splitlines(), strict=True)))
-        content = json.loads(text) if path.suffix == ".json" else parse_settings(text)
+        content = parse_json(text) if path.suffix == ".json" else parse_settings(text)
     except OSError as error:
         raise UsageError(f"the sweep {spec!r} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from headway import schedulers
 from headway.dist.environment import check_device
@@ -28,6 +29,7 @@ from headway.interpreter import module_command
 from headway.record.alerts import alert_events
 from headway.schedulers.base import JobRequest, Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
+from headway.system import files
 
 _TOKEN = re.compile(r"""[^\s'"\\#]+""")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -412,6 +414,9 @@ def from_dict(values: Mapping[str, Any]) -> Target:
     return found.from_dict(values)
 
 
+_MOST_VALUES = 100_000
+
+
 class _SettingsLoader(yaml.SafeLoader):
     """Reads 12:00:00 as text: YAML 1.1 reads the number 43200, which SLURM takes for minutes, a whole month."""
 
@@ -427,13 +432,29 @@ def parse_settings(text: str) -> Any:
     >>> parse_settings("time: 12:00:00")
     {'time': '12:00:00'}
     """
-    return yaml.load(text, Loader=_SettingsLoader)
+    try:
+        values = yaml.load(text, Loader=_SettingsLoader)
+    except RecursionError as error:
+        raise ConstructorError(None, None, "it is nested too deeply", None) from error
+    _check_size(values)
+    return values
+
+
+def _check_size(values: Any) -> None:
+    """Raises `ConstructorError` for values that a few aliases make endlessly large."""
+    todo = [values]
+    for _ in range(_MOST_VALUES):
+        if not todo:
+            return
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    raise ConstructorError(None, None, f"it has more than {_MOST_VALUES:,} values", None)
 
 
 def read_target(path: Path) -> Target:
     """Reads a target from a YAML file: `kind: slurm`, then its settings."""
     try:
-        values = parse_settings(path.read_text())
+        values = parse_settings(files.read_regular(path, follow=True).decode())
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist

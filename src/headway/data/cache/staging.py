@@ -38,6 +38,7 @@ from headway.system.log import logger
 from headway.system.text import format_bytes, format_duration, plural
 
 _THREADS = 8  # files copied at once: a shared file system answers many readers faster than one
+_LARGEST_SUMS_BYTES = 1 << 30
 _SPACE_FACTOR = 1.01  # of the space needed: file systems need some for themselves
 _PROGRESS_PERIOD_S = 5.0
 _LOCK_FILE = ".headway-staging.lock"
@@ -211,7 +212,11 @@ def _walk(path: Path, parents: set[tuple[int, int]]) -> Iterator[Path]:
 def _sha256_sums(source: Path) -> dict[str, str]:
     """Reads `SHA256SUMS` in a directory, as sha256sum writes it."""
     try:
-        lines = (source / "SHA256SUMS").read_text().splitlines()
+        lines = (
+            files.read_regular(source / "SHA256SUMS", follow=True, most_bytes=_LARGEST_SUMS_BYTES)
+            .decode()
+            .splitlines()
+        )
     except (FileNotFoundError, NotADirectoryError):
         return {}
     pairs = (line.partition(" ") for line in lines)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import final
 
 from headway.errors import UsageError, closest
-from headway.system import environment
+from headway.system import environment, files
 from headway.system.files import storage
 from headway.system.log import logger
 from headway.system.retries import retry
@@ -269,8 +269,13 @@ def _from_pyproject(start: Path) -> tuple[Path, str] | None:
         if not file.is_file():
             continue
         try:
-            root = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("headway", {}).get("data_root")
-        except (OSError, ValueError) as error:
+            root = (
+                tomllib.loads(files.read_regular(file, follow=True).decode())
+                .get("tool", {})
+                .get("headway", {})
+                .get("data_root")
+            )
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UsageError(
                 f"cannot read data_root from {file}: {error}; correct that file, or give the root"
             ) from error

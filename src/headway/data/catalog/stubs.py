@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headway.data.catalog.catalog import Catalog, Dataset
 from headway.errors import UsageError
+from headway.system import files
 from headway.system.files import storage
 
 _MARK = "Made by `headway data stubs`"
@@ -37,7 +38,7 @@ def write_stubs(catalog: Catalog, out: Path) -> int:
         raise UsageError(
             f"no datasets in {catalog.root} (root from {catalog.origin}): add one with headway data add"
         )
-    if out.exists() and _MARK not in out.read_text("utf-8"):
+    if out.exists() and _MARK not in files.read_regular(out, follow=True).decode():
         raise UsageError(
             f"{out} was not written by headway data stubs and is not overwritten: choose another file"
         )

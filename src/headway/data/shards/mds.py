@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.errors import UsageError
 from headway.system import files
-from headway.system.files import storage
+from headway.system.files import open_regular, storage
 from headway.system.jsonlines import is_count, parse_json
 
 _INDEX = "index.json"
@@ -79,7 +79,7 @@ class MdsShard:
 
     def read(self, number: int) -> list[bytes]:
         """Returns the bytes of each column of a sample."""
-        with self.path.open("rb") as file:
+        with open_regular(self.path, follow=True) as file:
             file.seek(4 * (1 + number))
             begin, end = np.frombuffer(file.read(8), "<u4").tolist()
             file.seek(begin)
@@ -140,7 +140,7 @@ def _part_names(directory: Path, names: Sequence[str], encodings: Sequence[str])
 
 def _check_table(path: Path, samples: int) -> None:
     """Compares a shard's own table of samples with the index, and its end with the size of the file."""
-    with storage(f"read {path}"), path.open("rb") as file:
+    with storage(f"read {path}"), open_regular(path, follow=True) as file:
         size, count = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(4), "little")
         if count != samples:
             raise UsageError(
@@ -162,7 +162,7 @@ def is_mds(directory: Path) -> bool:
 
 def _index(directory: Path) -> dict[str, Any]:
     try:
-        found = parse_json(files.read_regular(directory / _INDEX))
+        found = parse_json(files.read_regular(directory / _INDEX, follow=True))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -14,6 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from headway.dist.topology.machine import Nic, Topology, virtual_prefix
+from headway.system import files
 
 # What NCCL ignores by itself when NCCL_SOCKET_IFNAME is not set. It takes names as prefixes.
 _NCCL_SKIPS = ("lo", "docker", "virbr")
@@ -68,7 +69,7 @@ def read_conf(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, s
     values: dict[str, str] = {}
     for path in (own, root / "etc/nccl.conf"):  # the first to name a variable wins
         try:
-            lines = path.read_text(errors="replace").splitlines()
+            lines = files.read_regular(path, follow=True).decode(errors="replace").splitlines()
         except OSError:
             continue
         for line in lines:

@@ -23,6 +23,7 @@ from headway.record.sinks.base import (
 from headway.record.sinks.rows import scalars
 from headway.run import Run
 from headway.run.plain import leaves
+from headway.system import files
 
 _NAME_CHARACTERS = 250
 """the most that MLflow allows; of a longer name, the end is kept, which says more than its beginning"""
@@ -107,7 +108,7 @@ class Mlflow(Sink):
                         self._id, image, key=_valid_key(item.label), step=item.step, timestamp=milliseconds
                     )
             elif item.kind == "text":
-                text = path.read_text(errors="replace")
+                text = files.read_regular(path).decode(errors="replace")
                 self._client.log_text(self._id, text, f"{PurePosixPath('media') / item.file}")
             else:
                 self._client.log_artifact(self._id, str(path), str(PurePosixPath("media", item.file).parent))

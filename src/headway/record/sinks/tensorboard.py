@@ -13,6 +13,7 @@ from headway.record.media.index import MediaItem, read_histogram
 from headway.record.sinks.base import MetricRow, RunStatus, Sink, require_package
 from headway.record.sinks.rows import RestartDetector, scalars
 from headway.run import Run
+from headway.system import files
 
 
 @final
@@ -100,7 +101,7 @@ def media_value(item: MediaItem, path: Path) -> Any:
     name = item.label
     if item.kind in ("image", "figure"):
         image = summaries.Summary.Image(
-            height=item.height, width=item.width, colorspace=3, encoded_image_string=path.read_bytes()
+            height=item.height, width=item.width, colorspace=3, encoded_image_string=files.read_regular(path)
         )
         return summaries.Summary.Value(tag=name, image=image)
     if item.kind == "text":
@@ -108,7 +109,9 @@ def media_value(item: MediaItem, path: Path) -> Any:
             plugin_name="text", content=TextPluginData(version=0).SerializeToString()
         )
         one = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-        tensor = tensor_pb2.TensorProto(dtype="DT_STRING", string_val=[path.read_bytes()], tensor_shape=one)
+        tensor = tensor_pb2.TensorProto(
+            dtype="DT_STRING", string_val=[files.read_regular(path)], tensor_shape=one
+        )
         metadata = summaries.SummaryMetadata(plugin_data=plugin)
         return summaries.Summary.Value(tag=f"{name}/text_summary", metadata=metadata, tensor=tensor)
     histogram = read_histogram(path)

@@ -20,6 +20,7 @@ from headway.record.sinks.base import (
 )
 from headway.record.sinks.rows import scalars
 from headway.run import Run
+from headway.system import files
 
 
 @final
@@ -116,7 +117,9 @@ class Wandb(Sink):
 
         path = item.path(self._directory)
         if item.kind == "text":
-            return wandb.Html(f"<pre>{html.escape(path.read_text(errors='replace'))}</pre>", inject=False)
+            return wandb.Html(
+                f"<pre>{html.escape(files.read_regular(path).decode(errors='replace'))}</pre>", inject=False
+            )
         if item.kind != "histogram":
             return wandb.Image(str(path), caption=item.caption or None)
         histogram = read_histogram(path)
