@@ -14,6 +14,7 @@ from headway import data
 from headway.dist import World
 from headway.errors import UsageError
 from headway.run import config_text
+from headway.run.passed_over import is_at_prompt
 from headway.run.plain import leaves
 from headway.system import files
 from headway.system.jsonlines import parse_json
@@ -185,7 +186,8 @@ def keep_metric(name: str, metric: EpochMetric, world: World) -> None:
 def check_pipeline(run: RunState) -> None:
     """Raises `UsageError` for a pipeline that cannot run, before the run starts."""
     if run.directory is not None:
-        raise UsageError("this pipeline has already run: create a new Pipeline for each run")
+        where = ", in the cell that runs it" if is_at_prompt() else ""  # it then continues an interrupted run
+        raise UsageError(f"this pipeline has already run: create a new Pipeline for each run{where}")
     if not run.pipe.stages:
         raise UsageError(
             "the pipeline has no stage: call pipe.append_stage(stage, max_epochs=...) before run()"
