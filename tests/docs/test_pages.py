@@ -174,3 +174,15 @@ def test_the_architecture_names_every_package() -> None:
     for name in packages:
         inside = {path.parent.name for path in package.glob(f"{name}/*/__init__.py")}
         assert {each for each in inside if f"`{each}/`" not in rows[name]} == set(), name
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    """A row of its table without a test is a promise that nothing holds."""
+    text = (ROOT / "SECURITY.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what |")]
+    assert len(rows) >= 14 and all("`tests/" in row.split("|")[-2] for row in rows)
+    named = set(re.findall(r"tests/[\w/]+\.py(?:::\w+)?", text))
+    for name in sorted(named):
+        file, _, test = name.partition("::")
+        assert (ROOT / file).is_file(), name
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), name
