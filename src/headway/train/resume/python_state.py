@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 _MOST_SLOTS = 5000
 _MOST_ITEMS = 100
+_MOST_VALUES = 50_000
 _MOST_BYTES = 1 << 20
-_DEEPEST = 5
+_UNKNOWN = object()
+_DEEPEST, _DEEPEST_ITEM = 5, 3
 _Plain = int | float | complex | str | bytes | bool | np.generic
 _CONTAINERS = (list, dict, set, deque)
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
@@ -81,10 +83,15 @@ class PythonState:
             before = self._seen.get(path)
             if before is None or _is_empty(before.value):
                 self._seen[path] = slot
-            elif path not in self._named and slot.content != before.content and self._carries(before, slot):
+            elif path not in self._named and self._differs(before, slot):
                 self._named.add(path)
                 found[next((each[:-1] for each in walk.savable if path.startswith(each)), path)] = None
         return list(found)
+
+    def _differs(self, before: Slot, now: Slot) -> bool:
+        if before.content == now.content or not (_is_known(before.content) and _is_known(now.content)):
+            return False
+        return self._carries(before, now)
 
     def _carries(self, before: Slot, now: Slot) -> bool:
         """Whether a later step depends on a value that has changed, rather than only on what it assigns itself."""
@@ -160,7 +167,7 @@ class _Walk:
         self.slots: dict[str, Slot] = {}
         self.savable = list[str]()
         """paths of objects that could be registered as they are"""
-        self._visited = known
+        self._visited, self._contents = known, _Contents()
 
     def visit_attributes(self, path: str, thing: object, *, skip: Iterable[str] = ()) -> None:
         """Visits the attributes of an object and of the user's classes of it."""
@@ -176,7 +183,9 @@ class _Walk:
         own = vars(optimizer)
         if any(isinstance(value, OwnGenerator) for value in own.values()) or is_users(type(optimizer)):
             saved = {key for key in optimizer.state_dict() if isinstance(key, str)}
-            torchs = {name for name in own if name.startswith("_")}
+            torchs = {
+                name for name, value in own.items() if name.startswith("_") or isinstance(value, Optimizer)
+            }
             self._attributes(path, optimizer, _OPTIMIZERS_OWN | saved | torchs, depth=0)
 
     def visit_functions(self, path: str, functions: Iterable[object]) -> None:
@@ -219,8 +228,12 @@ class _Walk:
         for name, value in list(getattr(thing, "__dict__", {}).items()):
             if name in skip or not (users or isinstance(value, OwnGenerator)):
                 continue
-            if caches and isinstance(value, (*_CONTAINERS, Tensor, np.ndarray)):
-                for place, generator in enumerate(_generators_in(value)):
+            if caches and isinstance(value, Tensor | np.ndarray):
+                continue
+            if caches and isinstance(value, _CONTAINERS):
+                for place, generator in enumerate(
+                    each for each in _objects_in(value) if isinstance(each, OwnGenerator)
+                ):
                     self._slot(f"{path}.{name}[{place}]", name, generator, depth)
             else:
                 self._slot(f"{path}.{name}", name, value, depth)
@@ -270,11 +283,11 @@ class _Walk:
                 return
             self._visited.add(id(value))
         if isinstance(value, nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler):
-            self.slots[path] = Slot(name=name, value=value, content=_content_of_part(value))
+            self.slots[path] = Slot(name=name, value=value, content=self._contents.of_part(value))
         elif isinstance(value, OwnGenerator | Tensor | np.ndarray | _Plain | tuple | frozenset | None):
-            self.slots[path] = Slot(name=name, value=value, content=_content(value))
+            self.slots[path] = Slot(name=name, value=value, content=self._contents.of(value))
         elif isinstance(value, _CONTAINERS):
-            self.slots[path] = Slot(name=name, value=value, content=_content(value))
+            self.slots[path] = Slot(name=name, value=value, content=self._contents.of(value))
             for place, each in enumerate(_objects_in(value)):
                 self._slot(f"{path}[{place}]", name, each, depth + 1)
         elif is_users(type(value)):
@@ -283,45 +296,68 @@ class _Walk:
             self._attributes(path, value, (), depth=depth + 1)
 
 
-def _content(value: object, depth: int = 0) -> object:
-    """Returns what tells whether a value has changed; of tensors identity and version, which need no device."""
-    match value:
-        case Tensor():
-            if value.grad_fn is not None and depth:
-                return "activation"  # not kept from step to step, since its graph is freed
-            return id(value), 0 if value.is_inference() else value._version
-        case np.ndarray():
-            part = value.reshape(-1)[: _MOST_BYTES // max(1, value.itemsize)]
-            return value.shape, None if value.dtype.hasobject else zlib.crc32(part.tobytes())
-        case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
-            return repr(generators.state_of(value)) if not depth else None  # within a container it has a slot
-        case float() | complex() | np.generic():
-            return repr(value)  # nan equals nan
-    if isinstance(value, set | frozenset):
-        return len(value), hash(frozenset(value))
-    if depth >= _DEEPEST:
-        return None
-    if isinstance(value, dict):
-        return {key: _content(part, depth + 1) for key, part in islice(value.items(), _MOST_ITEMS)} | {
-            "len": len(value)
-        }
-    if isinstance(value, list | tuple | deque):
-        ends = [value[place] for place in _ends(len(value))]
-        return len(value), [_content(part, depth + 1) for part in ends]
-    return value if isinstance(value, _Plain) else None
+@final
+class _Contents:
+    """What tells whether values have changed, for as many values as a save may look at."""
+
+    def __init__(self) -> None:
+        self.left = _MOST_VALUES
+
+    def of(self, value: object, depth: int = 0) -> object:
+        """Returns the content of a value; of tensors identity and version, which need no device."""
+        self.left -= 1
+        if self.left < 0:
+            return _UNKNOWN
+        if depth > _DEEPEST_ITEM:
+            return None
+        match value:
+            case Tensor():
+                if value.grad_fn is not None and depth:
+                    return "activation"  # not kept from step to step, since its graph is freed
+                return id(value), 0 if value.is_inference() else value._version
+            case np.ndarray():
+                part = value.reshape(-1)[: _MOST_BYTES // max(1, value.itemsize)]
+                return value.shape, None if value.dtype.hasobject else zlib.crc32(part.tobytes())
+            case torch.Generator() | np.random.Generator() | np.random.RandomState() | random.Random():
+                return repr(generators.state_of(value)) if not depth else None  # it has a slot of its own
+            case float() | complex() | np.generic():
+                return repr(value)  # nan equals nan
+            case set() | frozenset():
+                return len(value), hash(frozenset(value))
+            case dict():
+                parts = islice(value.items(), _items_at(depth))
+                return {"len": len(value)} | {key: self.of(part, depth + 1) for key, part in parts}
+            case list() | tuple() | deque():
+                ends = [value[place] for place in _ends(len(value), _items_at(depth))]
+                return len(value), [self.of(part, depth + 1) for part in ends]
+        return value if isinstance(value, _Plain) else None
+
+    def of_part(self, part: nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler) -> object:
+        """Returns the content of a part of training that is not registered."""
+        if isinstance(part, nn.Module):
+            return [self.of(each) for each in (*part.parameters(), *part.buffers())]
+        return self.of(part.state_dict())
 
 
-def _content_of_part(part: nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler) -> object:
-    if isinstance(part, nn.Module):
-        return [_content(each) for each in (*part.parameters(), *part.buffers())]
-    return _content(part.state_dict())
+def _items_at(depth: int) -> int:
+    """Returns how many items of a container are looked at."""
+    return 10 if depth else _MOST_ITEMS
 
 
-def _ends(length: int) -> Iterable[int]:
+def _ends(length: int, most: int) -> Iterable[int]:
     """Returns the places of the first and last items of a list."""
-    if length <= _MOST_ITEMS:
+    if length <= most:
         return range(length)
-    return [*range(_MOST_ITEMS // 2), *range(length - _MOST_ITEMS // 2, length)]
+    return [*range(most // 2), *range(length - most // 2, length)]
+
+
+def _is_known(content: object) -> bool:
+    """Whether a content was looked at as a whole."""
+    if isinstance(content, dict):
+        return all(map(_is_known, content.values()))
+    if isinstance(content, list | tuple):
+        return all(map(_is_known, content))
+    return content is not _UNKNOWN
 
 
 def _only_grew(before: object, now: object) -> bool:
@@ -340,38 +376,33 @@ def _is_metric(value: object) -> bool:
     return isinstance(value, EpochMetric) and not isinstance(value, type)
 
 
-def _parts(value: Any) -> list[Any]:
-    return list(islice(value.values() if isinstance(value, dict) else value, _MOST_ITEMS))
+def _parts(value: Any, most: int = _MOST_ITEMS) -> list[Any]:
+    return list(islice(value.values() if isinstance(value, dict) else value, most))
 
 
-def _objects_in(value: Any) -> Iterator[object]:
-    """Yields the items of a container whose own attributes may change."""
-    for part in _parts(value):
+def _objects_in(value: Any, depth: int = 0) -> Iterator[object]:
+    """Yields the items of a container whose own attributes may change, and generators."""
+    for part in _parts(value, _items_at(depth)):
         if isinstance(part, (*_CONTAINERS, tuple)):
-            yield from _objects_in(part)
+            if depth < _DEEPEST_ITEM:
+                yield from _objects_in(part, depth + 1)
         elif isinstance(part, OwnGenerator) or not isinstance(part, _Plain | Tensor | np.ndarray | None):
             yield part
 
 
-def _generators_in(value: Any, depth: int = 0) -> Iterator[OwnGenerator]:
-    if isinstance(value, OwnGenerator):
-        yield value
-    elif isinstance(value, (*_CONTAINERS, tuple)) and depth < _DEEPEST:
-        for part in _parts(value):
-            yield from _generators_in(part, depth + 1)
-
-
-def _reachable(thing: object, depth: int = 0) -> Iterator[object]:
+def _reachable(thing: object) -> Iterator[object]:
     """Yields an object and what it holds."""
-    yield thing
-    if depth >= _DEEPEST or isinstance(thing, _Plain | Tensor | np.ndarray | type | ModuleType | None):
-        return
-    if isinstance(thing, (*_CONTAINERS, tuple)):
-        parts = _parts(thing)
-    else:
-        parts = list(getattr(thing, "__dict__", {}).values())
-    for part in parts[:_MOST_ITEMS]:
-        yield from _reachable(part, depth + 1)
+    seen, left = set[int](), [thing]
+    while left and len(seen) < _MOST_VALUES:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, _Plain | type | ModuleType | None):
+            continue
+        seen.add(id(each))
+        yield each
+        if isinstance(each, (*_CONTAINERS, tuple)):
+            left += _parts(each)
+        elif not isinstance(each, Tensor | np.ndarray):
+            left += list(getattr(each, "__dict__", {}).values())[:_MOST_ITEMS]
 
 
 def _scheduler_parts(scheduler: object, depth: int = 0) -> Iterator[object]:
