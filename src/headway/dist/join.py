@@ -70,6 +70,7 @@ from headway.system.running_clock import RUNNING_CLOCK
 from headway.system.text import shorten_list
 
 _STEP_TIMEOUT_S = 1800.0
+_COLLECTIVE_FACTOR = 10.0
 _OTHER_FILES = 128
 """open files of a rank besides its connections: libraries, logs, pipes"""
 _LEAVE_TIMEOUT_S = 2.0
@@ -116,8 +117,9 @@ def init(
         placement = _rendezvous(group, setup_timeout)
         group.world = _make_world(group, placement, device)
         _check_gpus_differ(group, placement)
-        # collectives have twice the time, so that the hang report, which says more than their timeout, comes first
-        _make_process_group(group, 2 * period_s or step_timeout or _STEP_TIMEOUT_S)
+        # collectives have ten times the time: the hang report, which says more than their timeout, comes first, and
+        # their clock does not leave out the time in which a job is suspended
+        _make_process_group(group, _COLLECTIVE_FACTOR * period_s or step_timeout or _STEP_TIMEOUT_S)
     except BaseException:
         if group.peer is None:  # no other rank has seen this one; else the exception hook informs them
             abandon(group)
