@@ -1,6 +1,6 @@
 """Files that were changed at random: no hang, no traceback, no escape, no memory, nothing "valid" that does not load.
 
-60 changes of each kind of file here, 3000 with `HEADWAY_FAULTS=full`, or as many as `HEADWAY_FAULTS_EXAMPLES` says.
+25 changes of each kind of file here, 3000 with `HEADWAY_FAULTS=full`, or as many as `HEADWAY_FAULTS_EXAMPLES` says.
 `tests/fixtures/fuzz` keeps what was once found, by kind.
 """
 
@@ -49,7 +49,7 @@ from headway.watch.terminal.lines import describe
 from headway.watch.view import RunView
 
 FULL = os.environ.get("HEADWAY_FAULTS") == "full"
-EXAMPLES = int(os.environ.get("HEADWAY_FAULTS_EXAMPLES", "3000" if FULL else "60"))
+EXAMPLES = int(os.environ.get("HEADWAY_FAULTS_EXAMPLES", "3000" if FULL else "25"))
 FOUND = Path(__file__).parents[1] / "fixtures" / "fuzz"
 
 pytestmark = [pytest.mark.timeout(4000), pytest.mark.filterwarnings("ignore")]
