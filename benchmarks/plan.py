@@ -26,8 +26,8 @@ import published
 from fitting import FAMILIES, GOAL_BIAS, GOAL_INSIDE, GOAL_MAPE, Score, fit_family, score, step_s
 from truth import FITTED_ROWS, Measured, h200_rows, h200_settings, korthikanti, torchtitan, vtrain
 
-from headway.plan import Calibration, Layout, Node, preset, search
-from headway.plan.cost.memory import peak, reserve_factor
+from headway.plan import Calibration, Layout, Node, estimate, preset, search
+from headway.plan.cost.memory import closed_form_error, peak, reserve_factor
 from headway.plan.cost.steptime import step_time
 
 DGX, VTRAIN = Node("dgx-a100"), Node("a100-sxm8")
@@ -240,10 +240,30 @@ def steps_in_papers() -> None:
 def memory_of_torchtitan() -> list[list[str]]:
     rows = []
     for model, layout, reported in torchtitan():
-        guess = peak(model, layout).allocated * reserve_factor(layout).value / 2**30
+        reserve, (low, high) = reserve_factor(layout), closed_form_error(layout)
+        allocated = peak(model, layout).allocated / 2**30
+        guess, least, most = (
+            allocated * factor for factor in (reserve.value, low * reserve.low, high * reserve.high)
+        )
+        inside = "yes" if least <= reported <= most else "no"
         what = f"{model.name} {layout.describe()}{' compiled' if layout.compiled else ''}"
-        rows.append([what, f"{reported} GiB", f"{guess:.1f} GiB", f"{guess / reported - 1:+.1%}"])
+        rows.append([what, f"{reported} GiB", f"{guess:.1f} GiB", f"{guess / reported - 1:+.1%}", inside])
     return rows
+
+
+def verdicts_on_what_ran() -> None:
+    """Every published step fitted, with settings that the source may not print."""
+    ran = {row.plan: row for held_out in (False, True) for row in published.rows(held_out=held_out)}
+    plans = {row: estimate(row.model, row.layout, row.node) for row in ran.values()}
+    rows = []
+    for family in FAMILY_NAMES:
+        own = [plan for row, plan in plans.items() if row.family == family]
+        tight = sum(plan.tight for plan in own)
+        fits = sum(plan.fits for plan in own) - tight
+        rows.append([family, str(len(own)), str(fits), str(tight), str(len(own) - fits - tight)])
+    table("Published steps that ran", ["rows", "plans", "fits", "tight", "does not fit"], rows)
+    names = dict.fromkeys(f"{row.name} on {row.node.name}" for row, plan in plans.items() if not plan.fits)
+    print(f"\nSaid not to fit, without a setting that is not printed: {'; '.join(names)}.")
 
 
 def traced_peaks() -> None:
@@ -299,7 +319,8 @@ def main() -> None:
     if options.fit:
         other_choices_of_rows()
     steps_in_papers()
-    head = ["run", "published", "headway", "error"]
+    verdicts_on_what_ran()
+    head = ["run", "published", "headway", "error", "inside the interval"]
     table("torchtitan on H100, memory by closed forms", head, memory_of_torchtitan())
     if options.trace:
         traced_peaks()

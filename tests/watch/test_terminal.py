@@ -43,6 +43,7 @@ def test_every_size_is_filled_and_none_is_exceeded(tmp_path: Path, width: int, h
 
 def test_the_blocks_are_there_at_80_by_24(tmp_path: Path) -> None:
     run = make_run(tmp_path, ranks=64, slow_rank=13)
+    run.checkpoint_dir(100).mkdir(parents=True)
     with run.lock():
         shown = "\n".join(text_of(run, 80, 24))
     for expected in (
@@ -144,6 +145,7 @@ def test_the_real_terminal_is_filled_and_restored(tmp_path: Path, width: int, he
 
 def test_a_pipe_gets_lines_until_the_run_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
+    run.checkpoint_dir(100).mkdir(parents=True)
     run.end_attempt(1, status="done", exit_code=0)
     assert main(["watch", str(run.path)]) == 0
     warning, line = capsys.readouterr().out.splitlines()

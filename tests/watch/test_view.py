@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from synthetic_run import events, make_run, node_sample, row, write_rows
 
+from headway import checkpoint
 from headway.cli import main
 from headway.launcher import sweep
 from headway.run import Run
@@ -29,6 +31,7 @@ from headway.watch.view import RunView, metric_rows, ranks, series as curves, so
 from headway.watch.view.metric_rows import MetricRows
 from headway.watch.view.series import Series
 from headway.watch.web.blocks import blocks, to_json
+from headway.watch.web.heat_map import heat_map
 
 
 def append(path: Path, *rows: dict[str, Any], tail: str = "") -> None:
@@ -38,6 +41,7 @@ def append(path: Path, *rows: dict[str, Any], tail: str = "") -> None:
 
 def test_what_is_shown_is_what_the_rows_say(tmp_path: Path) -> None:
     run = make_run(tmp_path, ranks=16, log_points=20, slow_rank=13)
+    run.checkpoint_dir(100).mkdir(parents=True)
     with run.lock():
         shown = RunView(run).refresh()
     header = shown.header
@@ -88,6 +92,22 @@ def test_no_step_is_beyond_the_last_one(tmp_path: Path) -> None:
     append(run.metrics_file(0), row(401, 0, time.time()))
     header = RunView(run).refresh().header
     assert (header.step, header.total_steps, header.progress) == (401, 401, 1.0)
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_the_heat_map_reads_as_many_rows_of_each_rank(
+    tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of rank 0 are long, since they have the metrics."""
+    monkeypatch.setattr("headway.watch.web.heat_map._BUDGET_S", 60.0)
+    run = make_run(tmp_path, ranks=ranks, log_points=60)
+    norms = {f"norm/layers.{number}.weight": 1.0 for number in range(900)}
+    for rank in range(ranks):
+        rows = [row(10 * n, rank, time.time() - 60 + n) for n in range(1, 61)]
+        write_rows(run.metrics_file(rank), [each | {"metrics": norms if rank == 0 else {}} for each in rows])
+    found = heat_map(run, ranks, "own")
+    assert found["steps"] == list(range(10, 610, 10))
+    assert found["ranks"] == [[1.0] * 60] * ranks
 
 
 def test_a_rank_is_a_straggler_only_if_it_stays_slow(tmp_path: Path) -> None:
@@ -265,7 +285,22 @@ def test_checkpoints_do_not_crowd_messages_out(tmp_path: Path) -> None:
     append(run.events_file(0), *(saved | {"time": time.time() + n} for n in range(300)))
     shown = RunView(run).refresh()
     assert [message.text for message in shown.messages] == ["the learning rate is high"]
-    assert shown.safety.step == 7
+
+
+def test_the_newest_checkpoint_is_the_newest_on_disk(tmp_path: Path) -> None:
+    """After a crash the last one may have no event, and a loop of the script writes none."""
+    run = make_run(tmp_path)
+    run.checkpoint_dir(100).mkdir(parents=True)
+    view = RunView(run)
+    assert (view.refresh().safety.step, view.refresh().safety.size_bytes) == (100, 4_200_000_000)
+    checkpoint.save(run, {"x": 1}, step=120)
+    assert (safety := view.refresh().safety).step == 120
+    assert safety.age_s is not None and safety.age_s < 60 and safety.size_bytes is None
+    assert "<b>step 120</b>" in render(run)
+    shutil.rmtree(run.checkpoint_dir(120))
+    assert view.refresh().safety.step == 100
+    shutil.rmtree(run.checkpoints_dir)
+    assert view.refresh().safety.step is None, "they were removed"
 
 
 def test_devices_are_those_of_the_nodes_of_this_attempt(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ _PATH_FLAGS = ("--save", "--html")
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Searches for the best layouts of a model, from a plan file or a preset, on a number of GPUs."""
+    """Searches for the best layouts of a model, from a plan file or a preset, on a number of GPUs.
+
+    `--schedule`, `--recompute` and `--zero` restrict the search to layouts that have them.
+    """
 
     what: Annotated[str, Positional("FILE.yaml|PRESET|config.json")]
     """a plan file with a section `search`, a preset (headway plan list), or a model's config.json from the Hugging Face
@@ -68,6 +71,7 @@ def main(argv: list[str]) -> int:
     found = search(
         plan.model, plan.node, gpus=wanted.gpus, global_batch=wanted.global_batch, base=layout,
         calibration=plan.calibration, keep=wanted.keep, against=_given_layout(plan), trainable=options.trainable,
+        only=_given_flags(options, argv),
     )  # fmt: skip
     if options.html is not None:
         from headway.plan.report.search_page import render_search

@@ -38,7 +38,7 @@ def memory_answers(model: Transformer, layout: Layout, device: Device, ranks: li
     """Answers about memory: by part, by rank, and the total of the fullest rank."""
     full = max(ranks, key=lambda rank: rank.allocated)
     in_flight = schedule.in_flight(layout.pp, layout.microbatches, full.stage, layout.vpp, layout.schedule)
-    allocated, (low, high) = full.allocated, memory.CLOSED_FORM_ERROR
+    allocated, (low, high) = full.allocated, memory.closed_form_error(layout)
     found = {
         "memory.state_bytes_per_parameter": exact(
             states.bytes_per_parameter(layout), formula=f"weight + gradient + optimizer; {layout.element_bytes.source}"

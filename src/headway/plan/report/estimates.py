@@ -39,7 +39,10 @@ class Estimate:
     node: str
     answers: dict[str, Quantity]
     fits: bool
+    """Whether it may fit: it needs no more than the GPU has at the lower end of its interval."""
     verdict: str
+    tight: bool = False
+    """Whether it may fit, and may also run out of memory."""
     ranks: list[dict[str, object]] = field(default_factory=list)
     """Bytes by part on the first, middle and last pipeline rank, and on each rank with other layers."""
     stages: list[dict[str, float]] = field(default_factory=list)
@@ -58,7 +61,7 @@ class Estimate:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `headway plan`: 0 if the plan fits, 3 if it does not."""
+        """Exit code of `headway plan`: 0 if the plan fits or is tight, 3 if it does not fit."""
         return DONE if self.fits else DOES_NOT_FIT
 
     def explain(self, key: str) -> str:
@@ -79,6 +82,7 @@ class Estimate:
             "title": self.title,
             "node": self.node,
             "fits": self.fits,
+            "tight": self.tight,
             "verdict": self.verdict,
             "answers": {key: quantity.to_dict() for key, quantity in self.answers.items()},
             "ranks": self.ranks,
@@ -169,14 +173,14 @@ def estimate(
     needed, capacity = found["memory.needed"], node.device.memory_bytes
     source = f"{node.device.name}: {node.device.source}"
     found["device.memory"] = exact(capacity, "bytes", formula=source, source="datasheet")
-    fits = needed.value <= capacity
     # also for a plan that fits: a run that exhausts memory nevertheless reports them
     ways = find_remedies(model, layout, node, constants)
     return Estimate(
         title=f"{model.name}, {layout.describe()}",
         node=f"{node.count_for(layout.gpus)} x {node.name} ({layout.gpus} GPU{'s' if layout.gpus > 1 else ''})",
         answers=found,
-        fits=fits,
+        fits=needed.low <= capacity,
+        tight=is_tight(needed, capacity),
         verdict=verdict(needed, capacity, ways),
         ranks=[{"rank": _rank_name(rank.stage, layout), **rank.parts} for rank in ranks],
         stages=_stages(model, layout, node, constants),
@@ -205,20 +209,28 @@ def _rank_name(stage: int, layout: Layout) -> str:
     return {0: "first", layout.pp - 1: "last"}.get(stage, f"stage {stage}")
 
 
+def is_tight(needed: Quantity, capacity: float) -> bool:
+    """Returns whether the capacity lies within the interval of what a plan needs."""
+    return needed.low <= capacity < needed.high
+
+
 def verdict(needed: Quantity, capacity: float, ways: list[Remedy]) -> str:
     """Returns the sentence to read first: whether the plan fits, and what would make it fit."""
     have = capacity / GIB
     if needed.high <= capacity:
         return f"fits: needs {needed.value / GIB:.1f} GiB of {have:.1f}"
-    if needed.value <= capacity:
-        return (
-            f"fits, with little margin: needs {needed.value / GIB:.1f} GiB of {have:.1f}, "
-            f"at worst {needed.high / GIB:.1f}"
+    fitting = "; or ".join(
+        f"{way.change} -> {way.needed / GIB:.0f}" for way in [way for way in ways if way.fits][:3]
+    )
+    if is_tight(needed, capacity):
+        between = f"between {needed.low / GIB:.1f} and {needed.high / GIB:.1f}"
+        text = (
+            f"tight: needs {needed.value / GIB:.1f} GiB of {have:.1f}, {between}, and may run out of memory"
         )
+        return f"{text}: {fitting}" if fitting else text
     text = f"does not fit: needs {needed.value / GIB:.0f} GiB of {have:.0f}"
-    fitting = [way for way in ways if way.fits][:3]
     if fitting:
-        return f"{text}: {'; or '.join(f'{way.change} -> {way.needed / GIB:.0f}' for way in fitting)}"
+        return f"{text}: {fitting}"
     if ways:
         return (
             f"{text}; no two changes are enough, the best is {ways[0].change} -> {ways[0].needed / GIB:.0f}"

@@ -30,6 +30,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.4rem; margin-bottom: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 .where, figcaption, .interval { color: var(--soft); } .verdict { font-size: 1.1rem; padding: .6rem .8rem;
   border-left: 5px solid; } .yes { border-color: #4a9d6f; } .no { border-color: #b5534f; }
+  .tight { border-color: #c9973a; }
 table { border-collapse: collapse; width: 100%; } td, th { text-align: left; padding: .2rem .6rem .2rem 0;
   border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
 td.number { text-align: right; white-space: nowrap; }
@@ -50,7 +51,7 @@ def render_page(plan: Estimate) -> str:
     """
     body = [
         f"<h1>{escape(plan.title)}</h1><p class=where>{escape(plan.node)}</p>",
-        f"<p class='verdict {'yes' if plan.fits else 'no'}'>{escape(plan.verdict)}</p>",
+        f"<p class='verdict {'tight' if plan.tight else 'yes' if plan.fits else 'no'}'>{escape(plan.verdict)}</p>",
         _memory(plan),
         _timeline(plan),
         schedule_figure(plan, _WIDTH_PX, _COLORS),
@@ -156,7 +157,7 @@ def _color(index: int) -> str:
 
 
 def _remedies(plan: Estimate) -> str:
-    if plan.fits or not plan.remedies:
+    if (plan.fits and not plan.tight) or not plan.remedies:
         return ""
     rows = "".join(
         f"<tr><td>{escape(way.change)}</td><td class=number>{format_value(way.needed, 'bytes')}</td>"

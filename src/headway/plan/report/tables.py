@@ -24,7 +24,8 @@ _SECTIONS = {
 def print_estimate(plan: Estimate, console: Console) -> None:
     """Prints the verdict, then every answer."""
     console.print(Text(f"{plan.title} on {plan.node}", style="bold"), soft_wrap=True)
-    console.print(Text(plan.verdict, style="green" if plan.fits else "red"), soft_wrap=True)
+    style = "bold yellow" if plan.tight else "green" if plan.fits else "red"
+    console.print(Text(plan.verdict, style=style), soft_wrap=True)
     for title, prefixes in _SECTIONS.items():
         rows = {key: q for key, q in plan.answers.items() if key.split(".")[0] in prefixes}
         if rows:

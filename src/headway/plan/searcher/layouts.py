@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain, islice
 from math import gcd, isqrt
+from types import MappingProxyType
 from typing import Any
 
 from headway.errors import UsageError
@@ -19,6 +20,9 @@ from headway.plan.machine.efficiency import scoped_calibration
 from headway.plan.machine.hardware import GIB, Device, Node
 from headway.plan.model.layout import MOST_GPUS, Layout, PipelineSchedule, Recompute, most_chunks
 from headway.plan.model.transformer import Transformer
+
+RESTRICTIONS = ("schedule", "recompute", "zero")
+"""settings of layouts that a search varies, unless it is restricted to one value"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +102,13 @@ def search(
     keep: int = 20,
     against: Layout | None = None,
     trainable: bool = False,
+    only: Mapping[str, object] | None = None,
 ) -> SearchResult:
     """Ranks all layouts of a model on `gpus` GPUs. `base` has the settings that do not vary: precision, sequence, ...
 
     `reasons` compares the fastest with common layouts, and with `against`, such as a published one. With `trainable`,
-    only layouts that `headway.train` can run are tried.
+    only layouts that `headway.train` can run are tried; with `only`, those that have the given `schedule`, `recompute`
+    or `zero`.
 
     >>> from headway.plan.model.presets import preset
     >>> found = search(preset("gpt2"), Node("h200-sxm8"), gpus=8, global_batch=64)
@@ -115,20 +121,24 @@ def search(
     base.check_model(model)
     node.device.check_precision(base.precision)
     _check_size(model, node, gpus, global_batch, base)
+    only = {name: value for name, value in (only or {}).items() if name in RESTRICTIONS}
     capacity = node.device.memory_bytes
     tried, smallest, fitting, recomputing = 0, float("inf"), list[Candidate](), list[Candidate]()
-    for full, less in _variants(model, node, gpus, global_batch, base, trainable=trainable):
+    for full, less in _variants(model, node, gpus, global_batch, base, trainable=trainable, only=only):
         found, least = _fitting_variants(model, node, constants, full, less)
         tried, smallest = tried + 1 + len(less), min(smallest, least)
         fitting += found
         saves_all = found and found[-1].safe and found[-1].layout.recompute == "none"
-        if not saves_all and not trainable:  # headway.train recomputes in all blocks or in none
+        if (
+            not saves_all and not trainable and "recompute" not in only
+        ):  # headway.train recomputes in all blocks or in none
             recomputing += [candidate for candidate in found if candidate.safe]
     fitting += _recomputing_less(model, node, constants, fitting, recomputing)
     if not tried:
+        given = "".join(f" with {name} {value}" for name, value in only.items())
         raise UsageError(
-            f"no layout of {gpus} GPUs suits global_batch {global_batch}, the model's heads ({model.heads}) and layers "
-            f"({model.layers}); choose a global_batch that is a multiple of a divisor of {gpus}"
+            f"no layout of {gpus} GPUs{given} suits global_batch {global_batch}, the model's heads ({model.heads}) and "
+            f"layers ({model.layers}); choose a global_batch that is a multiple of a divisor of {gpus}"
         )
     fitting.sort(key=lambda found: (not found.safe, found.seconds, found.needed))
     return SearchResult(
@@ -259,15 +269,25 @@ _MOST_VARIANTS = 3
 
 
 def _variants(
-    model: Transformer, node: Node, gpus: int, global_batch: int, base: Layout, *, trainable: bool = False
+    model: Transformer,
+    node: Node,
+    gpus: int,
+    global_batch: int,
+    base: Layout,
+    *,
+    trainable: bool = False,
+    only: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[tuple[Layout, tuple[Recompute, ...]]]:
     """Yields every layout with whole layers recomputed, and the ways to recompute less, the least last."""
     cheap: Recompute = "modules" if base.megatron else "sac"  # what each stack offers
     less: tuple[Recompute, ...] = ("none",) if trainable else (cheap if base.flash else "selective", "none")
+    most: Any = only.get("recompute", "full")
     for keys in _choices(model, node, gpus, global_batch, base):
-        full = replace(base, global_batch=global_batch, recompute="full", **keys)
+        if any(keys[name] != value for name, value in only.items() if name in keys):
+            continue
+        full = replace(base, global_batch=global_batch, recompute=most, **keys)
         if full.trainable or not trainable:
-            yield full, less
+            yield full, () if "recompute" in only else less
 
 
 def _choices(

@@ -73,7 +73,7 @@ def _changes(model: Transformer, layout: Layout, node: Node) -> list[Change]:
             changes.append(("recompute attention", {"recompute": "selective"}))
     if not layout.flash:
         changes.append(("fused attention", {"flash": True}))
-    if layout.dp > 1:
+    if layout.shards > 1:
         changes += [(name, {"zero": stage}) for stage, name in _ZERO.items() if stage > layout.zero]
     if layout.microbatch > 1:
         changes += [(f"microbatch {n}", {"microbatch": n}) for n in sorted({1, layout.microbatch // 2})]

@@ -78,13 +78,13 @@ def estimate_module(
     extrapolate: tuple[str, int] | None = None,
     timeout: float = 600.0,
 ) -> Estimate:
-    """Estimates memory and time of one traced step; if it does not fit, also traces changes that may make it fit."""
+    """Estimates memory and time of one traced step; if it may not fit, also traces changes that may make it fit."""
     node = node or Node("h200-sxm1")
     constants, notes = scoped_calibration(calibration, node.device)
     found = trace_module(settings, extrapolate=extrapolate, timeout=timeout)
     found = replace(found, notes=[*found.notes, *notes])
     plan = make_estimate(settings.factory, found, settings, node, constants)
-    if plan.fits or found.error is not None:
+    if (plan.fits and not plan.tight) or found.error is not None:
         return plan
     changes = _changes(settings, node)
     traces = trace_modules(list(changes.values()), extrapolate=extrapolate, timeout=timeout)

@@ -10,7 +10,7 @@ from headway.plan.cost.memory import RESERVE, RESERVE_FSDP
 from headway.plan.machine.calibration import Calibration
 from headway.plan.machine.hardware import FP32, Device, Node
 from headway.plan.model.layout import OPTIMIZER_MOMENTS, Layout
-from headway.plan.report.estimates import Estimate, verdict
+from headway.plan.report.estimates import Estimate, is_tight, verdict
 from headway.plan.report.quantity import UNBOUNDED, Quantity, approximate, exact, format_value
 from headway.plan.searcher.remedies import Remedy
 from headway.plan.tracer.kernels import Kernel, launch_seconds
@@ -149,7 +149,6 @@ def make_estimate(
     answers = _memory(found, node.device, high) | _time(found, settings, node, constants)
     answers["device.memory"] = exact(capacity, "bytes", formula=node.device.source, source="datasheet")
     needed = answers["memory.needed"]
-    fits = needed.value <= capacity
     ways = [
         _remedy(name, other, found, node, constants) for name, other in tried or [] if other.error is None
     ]
@@ -160,7 +159,8 @@ def make_estimate(
         title=title,
         node=f"{node.name} ({settings.fsdp} GPU{'s' if settings.fsdp > 1 else ''})",
         answers=answers,
-        fits=fits,
+        fits=needed.low <= capacity,
+        tight=is_tight(needed, capacity),
         verdict=verdict(needed, capacity, ways),
         remedies=ways,
         notes=[*found.notes, *_largest_modules(found)],

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, final
 
 from headway import schedulers
-from headway.errors import UsageError
+from headway.errors import StorageError, UsageError
 from headway.plan.report.saved_plan import PlanComparison, SavedPlan
 from headway.run import Run, lock
+from headway.run.info import newest_step
 from headway.run.status import Status, status
 from headway.schedulers.base import JobIds, Queue
 from headway.system.jsonlines import is_count, is_number, is_time
@@ -280,7 +281,7 @@ class RunView:
         return plan.compare({"step": speed.step_median_s, "memory": peak})
 
     def _safety(self, now: Status) -> Safety:
-        saved, ends = self._checkpoint, self._ends
+        saved, ends = self._newest_checkpoint(), self._ends
         return Safety(
             step=saved.get("step"),
             age_s=max(0.0, time.time() - saved["time"]) if saved else None,
@@ -288,6 +289,16 @@ class RunView:
             save_s=seconds if is_number(seconds := saved.get("total_seconds")) else None,
             limit_left_s=ends - time.time() if is_time(ends) and now.state == "running" else None,
         )
+
+    def _newest_checkpoint(self) -> Row:
+        """Returns the newest checkpoint on disk: a crash, or a loop of the script, may have left no event of it."""
+        try:
+            step = newest_step(self.run.path)
+            if step is None or step == self._checkpoint.get("step"):
+                return {} if step is None else self._checkpoint
+            return {"step": step, "time": self.run.checkpoint_dir(step).stat().st_mtime}
+        except (StorageError, OSError):  # it cannot be read, or was removed a moment ago
+            return self._checkpoint
 
     def _failure(self) -> Failure | None:
         record = read_object(self.run.path, self.run.failure_file)

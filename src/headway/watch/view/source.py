@@ -122,6 +122,24 @@ def lines_before(
     return lines, begin + cut
 
 
+def newest_rows(root: Path, path: Path, count: int, *, limit_bytes: int) -> list[Row]:
+    """Returns the last `count` rows of a file, or those in its last `limit_bytes`, however long the rows are."""
+    file = open_regular(root, path)
+    if file is None:
+        return []
+    with file:
+        size, length = os.fstat(file.fileno()).st_size, _SAMPLED_BYTES[0]
+        while True:
+            begin = max(0, size - length)
+            file.seek(begin)
+            data = file.read(size - begin)
+            if not begin or length >= limit_bytes or data.count(b"\n") > count:
+                break
+            length *= 4
+    lines = data[: data.rfind(b"\n") + 1].split(b"\n")[1 if begin else 0 : -1]
+    return list(parse(lines[-count:]))
+
+
 def parse(lines: Iterable[bytes]) -> Iterator[Row]:
     """Yields the lines that are JSON objects and not too long."""
     for line in lines:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from headway.run import Run
 from headway.watch.view.ranks import busy_s, data_share, is_log_point
-from headway.watch.view.source import RowTail
+from headway.watch.view.source import newest_rows
 
 What = Literal["own", "data"]
-_BUDGET_BYTES = 16 << 20
-_RANK_BYTES = (1 << 13, 1 << 18)
-"""the least and the most that is read of a rank"""
+_BUDGET_ROWS = 1 << 16
+_RANK_ROWS = (16, 480)
+"""the least and the most that is read of a rank; half of them may be of validations"""
+_RANK_BYTES = 1 << 24
 _BUDGET_S = 1.0
 _MAX_RANKS = 4096
 _MAX_COLUMNS = 240
@@ -22,18 +23,17 @@ _MAX_COLUMNS = 240
 def heat_map(run: Run, ranks: int, what: What) -> dict[str, Any]:
     """Returns a value for each rank and log point: its own time relative to the median, or its share of data wait.
 
-    The more ranks there are, the less of each is read; if there are very many, not all are read.
+    The more ranks there are, the fewer rows of each are read; if there are very many, not all are read.
     """
     count = min(ranks, _MAX_RANKS)
-    each_bytes = min(_RANK_BYTES[1], max(_RANK_BYTES[0], _BUDGET_BYTES // max(1, count)))
+    most = min(_RANK_ROWS[1], max(_RANK_ROWS[0], _BUDGET_ROWS // max(1, count)))
     begin = time.monotonic()
     cells: dict[int, dict[int, float]] = {}
     moments: dict[int, float] = {}
     read = 0
     for rank in range(count):
-        tail = RowTail(run.path, run.metrics_file(rank))
-        tail.skip_to_end(each_bytes)
-        for row in filter(is_log_point, tail.read(2 * each_bytes)):
+        rows = newest_rows(run.path, run.metrics_file(rank), most, limit_bytes=_RANK_BYTES)
+        for row in filter(is_log_point, rows):
             value = busy_s(row) if what == "own" else data_share(row)
             if value is not None:
                 cells.setdefault(row["step"], {})[rank] = value  # the newest value of a repeated step
