@@ -40,7 +40,7 @@ usage: headway plan FILE.yaml | preset NAME | search FILE.yaml|NAME | module FIL
   headway plan import-dlcalc old.yaml           a dlcalc file as a plan file
   headway plan list                             presets and nodes
 
-`headway plan VERB --help` explains a verb. Exit codes: 0 fits, 2 bad input, 3 does not fit.
+`headway plan VERB --help` explains a verb. Exit codes: 0 fits or is tight, 2 bad input, 3 does not fit.
 """
 
 

@@ -27,7 +27,8 @@ _PATH_FLAGS = ("--save", "--html")
 class SearchOptions:
     """Searches for the best layouts of a model, from a plan file or a preset, on a number of GPUs.
 
-    `--schedule`, `--recompute` and `--zero` restrict the search to layouts that have them.
+    `--schedule`, `--recompute` and `--zero` restrict the search to such layouts. With degrees (`--tp 8`), they are
+    settings of the layout that the best one is compared with.
     """
 
     what: Annotated[str, Positional("FILE.yaml|PRESET|config.json")]
@@ -68,10 +69,11 @@ def main(argv: list[str]) -> int:
     layout = plan.layout  # without a section `search`, its numbers of GPUs and samples are searched
     wanted = plan.search or SearchSettings(gpus=layout.gpus, global_batch=layout.global_batch)
     plan = replace(plan, search=wanted)
+    given = _given_layout(plan)
     found = search(
         plan.model, plan.node, gpus=wanted.gpus, global_batch=wanted.global_batch, base=layout,
-        calibration=plan.calibration, keep=wanted.keep, against=_given_layout(plan), trainable=options.trainable,
-        only=_given_flags(options, argv),
+        calibration=plan.calibration, keep=wanted.keep, against=given, trainable=options.trainable,
+        only={} if given else _given_flags(options, argv),
     )  # fmt: skip
     if options.html is not None:
         from headway.plan.report.search_page import render_search

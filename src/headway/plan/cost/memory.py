@@ -103,8 +103,8 @@ CLOSED_FORM_ERROR = (0.95, 1.07)
 """Allocated bytes over their closed form: 0.97 to 1.06 on six single-GPU peaks; published steps show that two plans
 took at most 0.95."""
 RECOMPUTED_FORM_ERROR = (0.93, 1.11)
-"""The same where whole layers are recomputed: published peaks lie up to 2.6 % below the other interval, measured ones 3.3 %
-above it."""
+"""The same where whole layers are recomputed: published peaks lie up to 2.6 % below the other interval, and measured
+ones 3.3 % above it."""
 
 
 def closed_form_error(layout: Layout) -> tuple[float, float]:
