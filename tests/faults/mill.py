@@ -41,13 +41,13 @@ class Fit(hw.TrainValStage):
 
 
 def train(epochs: int, *, workers: int = 0) -> None:
-    hw.seed(3, scope="rank")
+    hw.seed(3)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 8, generator=generator)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
-    hw.seed(3, scope="rank")
+    hw.seed(3)
     pipe = hw.Pipeline(name="mill")
     pipe.register_model("net", net, ema=0.9)
     pipe.register_optimizer("adam", lambda params: torch.optim.Adam(params, lr=3e-3))

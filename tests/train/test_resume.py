@@ -122,7 +122,7 @@ def make(folder: Path, stage: Stage, *, every: Any = 3, model: Any = None, **opt
 
 def seeded(pipe: Pipeline) -> Pipeline:
     """Random numbers as in a fresh process; they differ from rank to rank."""
-    hw.seed(5, scope="rank")
+    hw.seed(5)
     return pipe
 
 
@@ -230,7 +230,7 @@ def test_sharded_models(tmp_path: Path) -> None:
             stage = Traced(cut=cut, gradient_clip=0.5)
             pipe = make(tmp_path / folder, stage, model=model, parallel=Fsdp(blocks=(nn.Linear,)), ema=0.9)
             if number == 0:
-                hw.seed(5, scope="rank")
+                hw.seed(5)
             with nullcontext() if cut is None else pytest.raises(Cut):
                 pipe.run()
             by_step |= stage.by_step
