@@ -61,6 +61,7 @@ def run(tmp_path: Path) -> Run:
     JobFile(program=Program(command=["train"]), target=Slurm(pre=("/data",), pre_to="/nowhere")).write(run)
     run.job_script.write_text("#!/bin/bash\n")
     run.snapshot_dir.mkdir()
+    run.work_dir.mkdir()
     run.record_snapshot({"tree": "code/tree", "directory": ".", "script": None, "python_path": []})
     run.call_dir.mkdir()
     Call(function="f", target=Local().to_dict(), world_size=1, groups=None, sys_path=[]).write(run)
@@ -81,7 +82,20 @@ READERS: dict[str, Callable[[Run], object]] = {
     "submission": lambda run: enqueue.submit_runs([run], [Program(command=["train"])], Slurm()),
     "restart": restart,
 }
-WALK = ("..", ".", "run.json", "job.json", "job.sh", "code", "code/tree", "call", "metrics", "log", "lock")
+WALK = (
+    "..",
+    ".",
+    "run.json",
+    "job.json",
+    "job.sh",
+    "code",
+    "code/tree",
+    "work",
+    "call",
+    "metrics",
+    "log",
+    "lock",
+)
 
 
 def spoilt(path: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import UsageError
-from headway.launcher.code import project_files, snapshot
+from headway.launcher.code import project_files, snapshot, workspace
 from headway.launcher.code.snapshot import adopt, load, take
 from headway.run import Run
 
@@ -33,10 +33,11 @@ def run(tmp_path: Path, project: Path) -> Run:  # noqa: ARG001  we stand in the 
 def runs(run: Run) -> str:
     """What the script says when it is started as a job would start it."""
     code = load(run)
+    workspace.prepare(run)
     path = os.pathsep.join(map(str, code.python_path))
     return subprocess.run(
         [sys.executable, str(code.script)],
-        cwd=code.directory,
+        cwd=code.start,
         env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         check=True,
         capture_output=True,
@@ -171,7 +172,7 @@ def test_a_script_in_a_folder_below(project: Path, run: Run, monkeypatch: pytest
     shutil.copy(project / "train.py", project / "jobs")
     shutil.copy(project / "model.py", project / "jobs")
     assert take(run, "jobs/train.py") == run.snapshot_dir
-    assert load(run).script == run.snapshot_dir / "jobs" / "train.py"
+    assert load(run).script == run.work_dir / "jobs" / "train.py"
     other = Run.create(run.path.parent, name="other")
     monkeypatch.chdir(project / "jobs")
     assert take(other, "train.py") == other.snapshot_dir / "jobs"

@@ -140,7 +140,7 @@ def test_described_from_a_real_run(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_job_shows_the_script_and_not_the_path_of_its_copy(run: Run) -> None:
     facts = {"attempt": 1, **diagnostics.collect(WORLD, run)}
-    facts["argv"] = ["/opt/bin/python3", f"{run.snapshot_dir}/src/train.py", "--lr", "0.1"]
+    facts["argv"] = ["/opt/bin/python3", f"{run.work_dir}/src/train.py", "--lr", "0.1"]
     assert screen.describe(run, WORLD, facts).command == "python3 src/train.py --lr 0.1"
 
 

@@ -140,11 +140,15 @@ def test_a_rebuilt_record_knows_the_code_that_starts_it_again(run: Run, tmp_path
     run.call_dir.mkdir(exist_ok=True)
     assert rebuilt(tmp_path) == tmp_path, "a function runs where its files are"
     first = tmp_path / "toy-2026.11.15-14.30-aaaa" / "code" / "tree" / "src"
-    first.mkdir(parents=True)
-    assert rebuilt(first) == first, "the runs of a sweep use the copy of the first"
+    start = run.work_dir / "src"
+    for directory in (first, start):
+        directory.mkdir(parents=True)
+    (start / "train.py").symlink_to(first / "train.py")
+    assert rebuilt(start) == first, "the runs of a sweep use the copy of the first"
+    assert snapshot.load(run).start == start
     inside = run.snapshot_dir / "src"
     inside.mkdir(parents=True)
-    assert rebuilt(inside) == inside and rebuilt(tmp_path) == run.snapshot_dir
+    assert rebuilt(start) == inside and rebuilt(tmp_path) == run.snapshot_dir
 
 
 def test_an_owner_that_was_killed_elsewhere_does_not_keep_its_run_for_ever(

@@ -87,7 +87,9 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(safe(f"would start on {program.nproc} processes: {shlex.join(program.command)}"))
         return DONE
-    return resume_here(_forked(run, program) if changes.forks else run, program)
+    if changes.forks:
+        run, program = _forked(run, program)
+    return resume_here(run, program)
 
 
 @final
@@ -108,10 +110,10 @@ class Changes:
         return {environment.APPLY: "1"} if self.applies else {}
 
 
-def _forked(run: Run, program: Program) -> Run:
-    made = fork(run, program)
+def _forked(run: Run, program: Program) -> tuple[Run, Program]:
+    made, program = fork(run, program)
     print(safe(f"{made.id} begins with {made.parent_checkpoint()}"))
-    return made
+    return made, program
 
 
 def _check(run: Run, now: Status, *, trains_further: bool) -> None:
@@ -136,7 +138,7 @@ def _submit(run: Run, nodes: str | None, changes: Changes, *, dry_run: bool) -> 
         if nodes is not None:
             target = replace(target, nodes=nodes)  # type: ignore[type-var]
         check_target(target)
-        run = _forked(run, program)
+        run, program = _forked(run, program)
         submit_runs([run], [program], target)
     else:
         restart(run, nodes=nodes, arguments=changes.arguments, env=changes.env)

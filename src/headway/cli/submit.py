@@ -12,6 +12,7 @@ from headway.cli.screen import print_json
 from headway.cli.target_options import add_target, read_options
 from headway.errors import DONE, UsageError
 from headway.launcher import submit_script
+from headway.launcher.code import snapshot
 from headway.launcher.job import Job
 from headway.launcher.submit_script import Script, SubmittedJob
 
@@ -91,3 +92,5 @@ def _show(done: SubmittedJob) -> None:
         f"\n  {commands['look']}        is it waiting or running?\n  tail -F {shlex.quote(str(first.job_log))}"
     )
     print(f"  {commands['cancel']}              end it; it saves first")
+    if snapshot.load(first).start.is_relative_to(first.work_dir):
+        print(f"  {shlex.quote(str(first.work_dir))}        has what it writes by relative paths")

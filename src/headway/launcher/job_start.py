@@ -92,7 +92,7 @@ def restart(
         if job and target:
             submit_runs([run], [job.program.changed(arguments, env or {})], target)
         else:
-            in_background(run, snapshot.load(run).directory)
+            in_background(run, snapshot.load(run).start)
 
 
 def _wait_for_all() -> None:

@@ -123,7 +123,8 @@ class _Launch:
                 runs.append(Run.create(root, name=name or _run_name(called), command=command, source=source))
             if elements is not None:
                 sweep.join(runs, list(map(_settings, elements)))
-            _start(runs, packed, call, target, _code(runs, function, target))
+            _pin(runs, function, target)
+            _start(runs, packed, call, target)
         except IncompleteSubmission:  # the job may be in the queue, and needs them
             raise
         except BaseException:
@@ -202,7 +203,6 @@ def _start(
     packed: Sequence[bytes],
     call: Call,
     target: Local | ClusterTarget | Mpi,
-    cwd: Path,
 ) -> None:
     """Writes each call to its run and starts the jobs."""
     for run, data in zip(runs, packed, strict=True):
@@ -211,10 +211,10 @@ def _start(
             files.write_new(run.call_dir / "call.pickle", data)
         replace(call, sys_path=_sys_path(runs[0])).write(run)
     if isinstance(target, ClusterTarget):
-        submit_runs(runs, [worker_program(run, target, cwd) for run in runs], target)
+        submit_runs(runs, [worker_program(run, target, snapshot.load(run).start) for run in runs], target)
         return
     for run in runs:
-        in_background(run, cwd)
+        in_background(run, snapshot.load(run).start)
 
 
 def _discard(runs: Sequence[Run]) -> None:
@@ -304,8 +304,8 @@ def _takes(signature: inspect.Signature, name: str) -> bool:
     return name in known or any(each.kind is each.VAR_KEYWORD for each in known.values())
 
 
-def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget | Mpi) -> Path:
-    """Returns where the ranks start: in a copy of the code if they start later, here if they start now."""
+def _pin(runs: Sequence[Run], function: object, target: Local | ClusterTarget | Mpi) -> None:
+    """Copies the code if the ranks start later; if they start now, they run it where it is."""
     source = None
     with suppress(TypeError, OSError):  # not written in Python, or typed at a prompt
         source = inspect.getsourcefile(inspect.unwrap(function))  # type: ignore[arg-type]
@@ -313,10 +313,9 @@ def _code(runs: Sequence[Run], function: object, target: Local | ClusterTarget |
         Path(source) if source and Path(source).is_file() and "site-packages" not in source else Path.cwd()
     )
     dirty: Dirty = "snapshot" if isinstance(target, ClusterTarget) else "live"
-    start = snapshot.take(runs[0], project, dirty=dirty)
+    snapshot.take(runs[0], project, dirty=dirty)
     for run in runs[1:]:
         snapshot.adopt(run, runs[0])
-    return start
 
 
 def _sys_path(run: Run) -> list[str]:

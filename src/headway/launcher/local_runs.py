@@ -13,6 +13,7 @@ from pathlib import Path
 from headway.errors import DONE, INTERRUPTED, TERMINATED, Stopped, UsageError
 from headway.launcher import sweep
 from headway.launcher.agent.agent import Agent, check_nproc
+from headway.launcher.code import workspace
 from headway.launcher.enqueue import set_end_aside
 from headway.launcher.program import Program
 from headway.launcher.submit_script import Script, check_script, make_program, prepare_runs
@@ -63,6 +64,8 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
 
 def _agent_in(run: Run, program: Program) -> Agent:
     """Returns the agent of ranks that train in this run directory."""
+    if run.info()["code"].get("snapshot"):
+        workspace.prepare(run)
     environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
     return Agent(program.command, nproc=program.nproc, environ=environ, cwd=program.cwd)
 

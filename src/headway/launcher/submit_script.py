@@ -166,11 +166,19 @@ def _pin(runs: Sequence[Run], script: Script, dirty: Dirty) -> list[str]:
 
 
 def make_program(run: Run, script: Script, values: sweep.Settings) -> Program:
-    """Returns the program that runs the script with these settings, from the run's copy of the code."""
+    """Returns the program that runs the script with these settings, from the run's copy of the code.
+
+    Python imports from the directory of a script, to which its link leads. A module would be imported from the
+    directory in which it is started, but with -P it is imported from the copy.
+    """
     code = snapshot.load(run)
-    start = ["-m", script.name] if script.module else [str(code.script)]
+    path = code.python_path
+    if script.module:
+        start, path = ["-P", "-m", script.name], (code.directory, *path)
+    else:
+        start = [str(code.script)]
     return Program(
         command=[sys.executable, *start, *sweep.arguments(script.args, values)],
-        cwd=str(code.directory),
-        python_path=[str(path) for path in code.python_path],
+        cwd=str(code.start),
+        python_path=list(map(str, path)),
     )

@@ -133,9 +133,9 @@ def _packed(settings: Sequence[str], room: int) -> list[str]:
 
 
 def _command(argv: Sequence[str], run: Run) -> str:
-    """Returns a command as its user wrote it: a job runs a copy of the script, whose long path hides the options."""
+    """Returns a command as its user wrote it: the path of the script in a job hides the options."""
     program, *words = argv
-    return shlex.join([Path(program).name, *(word.removeprefix(f"{run.snapshot_dir}/") for word in words)])
+    return shlex.join([Path(program).name, *(word.removeprefix(f"{run.work_dir}/") for word in words)])
 
 
 def _cut(text: str, room: int) -> str:

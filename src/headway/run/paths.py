@@ -6,6 +6,7 @@ runs/digits-2026.11.15-14.30-x7k2/
     job.sh, job.json            the job script and its settings    submitted.json, ended.json, launch/, doctor.json
     code/uncommitted.diff       changes since the commit           code/tree/: the code of a submitted job
     code/sources-1.json         the script and its own modules, as attempt 1 began with them
+    work/                       where a submitted job starts, and writes by relative paths
     log/rank-00000.txt          log/diagnostics.jsonl, log/job.txt
     metrics/rank-00000.jsonl    metrics.csv, tensorboard/          traces/
     checkpoints/step-000000001000/
@@ -74,6 +75,7 @@ class RunPaths:
             self.job_script,
             self.code_dir,
             self.snapshot_dir,
+            self.work_dir,
             self.call_dir,
             self.launch_dir,
         ):
@@ -170,6 +172,11 @@ class RunPaths:
     def sources_file(self, attempt: int) -> Path:
         """The script and its own modules, as this attempt began with them."""
         return self.code_dir / f"sources-{attempt}.json"
+
+    @property
+    def work_dir(self) -> Path:
+        """Where the ranks of a job start, and leave what they write by relative paths."""
+        return self.path / "work"
 
     @property
     def diff_file(self) -> Path:

@@ -124,16 +124,16 @@ def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
     copy = paths.snapshot_dir
     own = copy.is_dir()
     if not own:  # the runs of a sweep share the copy of the first
-        name, start = copy.relative_to(paths.path).parts, Path(cwd or "/")
-        shared = (path for path in (start, *start.parents) if path.parts[-len(name) :] == name)
+        name = copy.relative_to(paths.path).parts
+        shared = (path for path in _linked(paths.work_dir) if path.parts[-len(name) :] == name)
         copy = next(filter(Path.is_dir, shared), copy)
     if not copy.is_dir() and (cwd is None or not paths.call_dir.is_dir()):
         return {}  # a script that its user starts
-    inside = copy.is_dir() and cwd is not None and Path(cwd).is_relative_to(copy)
+    inside = copy.is_dir() and cwd is not None and Path(cwd).is_relative_to(paths.work_dir)
     facts: dict[str, Any] = {
         "tree": "code/tree" if own else str(copy) if copy.is_dir() else cwd,
-        "from": cwd,
-        "directory": str(Path(cwd).relative_to(copy)) if inside and cwd else ".",
+        "from": None if copy.is_dir() else cwd,
+        "directory": str(Path(cwd).relative_to(paths.work_dir)) if inside and cwd else ".",
         "script": None,
         "python_path": [],
         "added": [],
@@ -141,6 +141,14 @@ def _code(paths: RunPaths, cwd: str | None) -> dict[str, Any]:
         "note": "rebuilt: it is unknown what was copied, and from where",
     }
     return {"snapshot": facts}
+
+
+def _linked(work: Path) -> Iterator[Path]:
+    """Yields the directories to which links in the working directory of a job lead."""
+    for directory, _, names in os.walk(work):
+        for name in names:
+            if (link := Path(directory, name)).is_symlink():
+                yield from link.readlink().parents
 
 
 def _config(path: Path) -> str | None:

@@ -12,6 +12,7 @@ from headway.dist.rendezvous import file_rendezvous
 from headway.errors import UsageError
 from headway.launcher.agent.agent import Agent, check_nproc
 from headway.launcher.agent.team import Team
+from headway.launcher.code import workspace
 from headway.launcher.enqueue import note_job
 from headway.launcher.program import JobFile
 from headway.run import Run
@@ -32,6 +33,7 @@ def run_submitted(path: str) -> int:
 
     def prepare() -> Mapping[str, str]:  # called by the agent, which records why it cannot start its ranks
         check_nproc(job.program.nproc, "--ntasks-per-node")
+        workspace.prepare(run)
         return job.staged_environment()
 
     return Agent(

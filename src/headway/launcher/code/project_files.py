@@ -111,6 +111,17 @@ def gather(script: Path, *, limit: int) -> ProjectFiles:
     return code
 
 
+def is_noise(name: str) -> bool:
+    """Whether a name is that of a cache, an environment or a repository, which nobody runs or reads."""
+    return _NOISE.fullmatch(name) is not None
+
+
+def is_importable(entry: os.DirEntry[str]) -> bool:
+    """Whether a file or directory is Python code."""
+    is_module = _IMPORTABLE.fullmatch(PurePath(entry.name).suffix) is not None
+    return is_module or os.path.lexists(f"{entry.path}/__init__.py")
+
+
 def _with_script(code: ProjectFiles, name: str) -> ProjectFiles:
     """Adds a script that git ignores: it is code nevertheless, and not generated."""
     if name not in code.names:
@@ -181,7 +192,7 @@ def _new_files(repository: Repository) -> tuple[list[str], list[str], list[str]]
             verdicts[name] = _why_not(root / name, _SOURCE, "not tracked by git")
     for name in _names(repository, "--others", "--ignored", "--exclude-standard", "--directory"):
         hidden_directory = name.startswith(".") and name.endswith("/")  # caches of tools
-        noise = hidden_directory or any(map(_NOISE.fullmatch, PurePath(name).parts))
+        noise = hidden_directory or any(map(is_noise, PurePath(name).parts))
         if noise:
             continue
         if name.endswith("/") and not _may_read(root / name):
@@ -215,7 +226,7 @@ def _directory(directory: Path, limit: int, *, note: str) -> ProjectFiles:
             name = str(path.relative_to(root))
             if total > limit or len(names) > _MAX_FILES:
                 return  # it is refused anyway: do not walk through a whole dataset first
-            if _NOISE.fullmatch(path.name):
+            if is_noise(path.name):
                 continue
             if path.is_symlink() or path.is_file():
                 if not _is_home(root) or _SOURCE.fullmatch(path.suffix):

@@ -42,10 +42,16 @@ _BLOCK_BYTES = 1 << 20
 class CodeSnapshot:
     """Where the code of a run is, as run.json says."""
 
+    tree: Path
+    """the copy"""
+    origin: Path | None
+    """what was copied; None if that is unknown"""
     directory: Path
-    """where the ranks start: the directory in the copy that corresponds to the working directory"""
+    """the directory in the copy that corresponds to the working directory"""
+    start: Path
+    """where the ranks start: there, but among links to what was not copied (`workspace.prepare`)"""
     script: Path | None
-    """the script in the copy; None where a directory was given, for `python -m`"""
+    """the script, or the link to it where the ranks start; None where a directory was given, for `python -m`"""
     python_path: tuple[Path, ...]
     """directories to put before PYTHONPATH, so that packages installed in editable mode also come from the copy"""
     added: tuple[str, ...] = ()
@@ -115,9 +121,14 @@ def load(run: Run) -> CodeSnapshot:
     directory = tree / facts["directory"]
     if not directory.is_dir():
         raise UsageError(f"the code of {run.id} is gone: there is no {directory}; submit it as a new run")
+    origin = facts.get("from")
+    is_live = origin == facts["tree"]
     return CodeSnapshot(
+        tree=tree,
+        origin=Path(origin) if origin else None,
         directory=directory,
-        script=tree / facts["script"] if facts["script"] else None,
+        start=directory if is_live else run.work_dir / facts["directory"],
+        script=(tree if is_live else run.work_dir) / facts["script"] if facts["script"] else None,
         python_path=tuple(tree / name for name in facts["python_path"]),
         added=tuple(facts["added"]),
         left_out=tuple(facts["left_out"]),
@@ -221,6 +232,7 @@ def _keep_commit(code: ProjectFiles, tree: Path) -> str | None:
         kept.ask("index-pack", str(pack), timeout_s=_COPY_TIMEOUT_S)
         kept.ask("update-ref", "--no-deref", "HEAD", code.commit)
         kept.ask("read-tree", "HEAD")
+        kept.ask("config", "core.worktree", "..")  # for git in the directory in which the ranks start
     except GitFailure as failure:
         shutil.rmtree(tree / ".git", ignore_errors=True)  # the files themselves are complete
         return f"the commit itself could not be kept: {failure}"
