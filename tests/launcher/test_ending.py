@@ -648,8 +648,8 @@ def test_a_script_with_checkpoints_of_its_own_is_queued_again_as_long_as_it_gets
     own = tmp_path / "own"
     own.mkdir()
     asked = answering(monkeypatch, scontrol=DONE, squeue=(0, "TimeLimit 0\n", ""))
-    target = Slurm(progress=str(own), max_attempts=6)
-    JobFile(program=Program(command=["train"]), target=target).write(run)
+    target = Slurm(progress="own", max_attempts=6)  # below the directory in which the script starts
+    JobFile(program=Program(command=["train"], cwd=str(tmp_path)), target=target).write(run)
     monkeypatch.setattr(epilogue.Step, "wait", end_of_the_job)
     monkeypatch.setattr(epilogue, "_LAST_RECORDS_S", 0.1)
     found = []

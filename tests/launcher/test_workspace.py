@@ -144,6 +144,20 @@ def test_a_fork_starts_in_a_directory_of_its_own(started: Path) -> None:
     assert own.command[1:] == [str(made.work_dir / "train.py"), "--out", str(run.work_dir)]
 
 
+def test_modules_beside_the_directory_of_the_script_are_recorded(started: Path) -> None:
+    (started / "jobs").mkdir()
+    (started / "jobs" / "fit.py").write_text(
+        "import sys; sys.path.append(sys.path[0] + '/..'); import model\n"
+        "from headway.record import sources; print(*sorted(sources.collect()))\n"
+    )
+    run = Run.create(started / "runs", name="digits")
+    snapshot.take(run, "jobs/fit.py")
+    workspace.prepare(run)
+    program = submit_script.make_program(run, Script(name="jobs/fit.py"), {})
+    said = subprocess.run(program.command, cwd=program.cwd, check=True, capture_output=True, text=True)
+    assert said.stdout.split() == ["fit.py", "model.py"]
+
+
 def test_a_directory_below_and_links(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (started / "jobs").mkdir()
     (started / "jobs" / "fit.py").write_text("")

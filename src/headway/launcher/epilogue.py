@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from headway.dist.control.signals import END_OF_TIME, STOP_REQUESTS
@@ -198,7 +199,8 @@ def _finish(
         logger.error(
             "the agent on %s left no record, and the job's step waited for it: the step was ended", lost_hosts
         )
-    _record_end(run, outcome, job.target.progress)
+    progress = job.target.progress and str(Path(job.program.cwd or "", job.target.progress))
+    _record_end(run, outcome, progress)
     if code:
         print_last(summary(outcome, records.size * job.target.nproc_per_node))
     requeued = ""

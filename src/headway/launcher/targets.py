@@ -279,7 +279,6 @@ class Slurm(ClusterTarget):
         _at_least(0, self.max_requeues, "max_requeues")
         _at_least(1, self.max_attempts, "max_attempts")
         _at_least(0, self.max_restarts, "max_restarts")
-        self._set("progress", str(Path(self.progress).absolute()) if self.progress else "")
         for name in ("mem", "time"):  # YAML reads a number where SLURM wants text
             value = getattr(self, name)
             self._set(name, value if value is None else str(value))

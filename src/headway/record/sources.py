@@ -51,8 +51,13 @@ def collect() -> dict[str, str]:
 
 def _own_files() -> Iterator[tuple[str, Path]]:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    roots = [Path(main).resolve().parent] if main else []
-    roots.append(Path.cwd())
+    here = Path.cwd()
+    roots = [here]
+    if main:
+        script = Path(main).absolute()
+        roots.insert(0, script.resolve().parent)
+        if script.is_relative_to(here):  # a job starts among links: this is the directory to which they lead
+            roots.append(script.resolve().parents[len(script.relative_to(here).parts) - 1])
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()} | {_PACKAGE}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
