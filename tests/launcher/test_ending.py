@@ -678,7 +678,7 @@ def test_a_script_with_checkpoints_of_its_own_is_queued_again_as_long_as_it_gets
         )
     else:
         assert (
-            f"ended 3 times without a checkpoint; there are no new metric rows or files in {own}; save more"
+            "ended 3 times without a checkpoint; there are no new metric rows or files in own; save more"
             in said
         )
 
