@@ -271,8 +271,8 @@ class Pipeline(EvaluationMethods, TrackerMethods):
             return SavedGenerator(thing)
         if not isinstance(thing, StatefulObject):
             raise UsageError(
-                f"state {name!r} is of type {type(thing).__name__}: register a random number generator, or an object "
-                "with state_dict() and load_state_dict()"
+                f"state {name!r} is of type {type(thing).__name__}: register an object with state_dict() and "
+                "load_state_dict(), or a random number generator"
             )
         return thing
 
