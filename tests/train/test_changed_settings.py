@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,18 @@ def test_the_function_of_a_schedule_is_the_scripts(
     train(tmp_path, scheduler=lambda o: hw.train.warmup_cosine(o, warmup=3, total=20))
     (line,) = changes(capsys)
     assert line == "total: 20 instead of 12: in effect from here on"
+
+
+def test_the_batch_size_is_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(24, 10), torch.zeros(24, dtype=torch.long))
+    for size, ends_before in ((2, 3), (4, None)):
+        pipe, stage = hw.Pipeline(name="toy", root=tmp_path), Ends(log_every=1, val_every=None)
+        pipe.register_model("net", make_net())
+        pipe.register_optimizer("o", SGD)
+        pipe.register_dataset("train", hw.data.DataLoader(data, batch_size=size))
+        stage.ends_before, stage.rates = ends_before, []
+        pipe.append_stage(stage, max_epochs=1)
+        pipe.enable_checkpointing(every=1, background=False)
+        with nullcontext() if ends_before is None else pytest.raises(KeyboardInterrupt):
+            pipe.run()
+    assert changes(capsys) == ["batch_size: 4 instead of 2: in effect from here on"]

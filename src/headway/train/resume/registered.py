@@ -78,6 +78,11 @@ class RegisteredSettings:
                 name: {key: _plain(each.value) for key, each in attributes.items()}
                 for name, attributes in self._attributes.items()
             },
+            "dataset": {
+                name: {"batch_size": size}
+                for name, loader in pipe.datasets.items()
+                if isinstance(size := getattr(loader, "batch_size", None), int)
+            },
             "stage": {state.name: _of_stage(state) for state in run.stage_states},
             "model": {
                 name: {"ema": model.ema.decay}
