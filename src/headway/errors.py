@@ -3,6 +3,7 @@
     HeadwayError                  1    a failure; the message says what happened, what was expected and what to do
     ├── UsageError                2    a bad setting, argument or environment; nothing was started or created
     │   ├── MissingExtra          2    an optional package is missing; the message has the pip command
+    │   ├── UnevenBatch           2    a global batch cannot be split into equal parts, one for each rank
     │   └── UnreadableRun        86    a run with checkpoints cannot be read; headway never starts over silently
     ├── RankFailure               1    another rank failed, and this one stops because of it
     │   └── BarrierTimeout        1    some ranks did not reach a barrier; the message names them
@@ -75,6 +76,8 @@ class UnevenBatch(UsageError):
     """Raised when a global batch cannot be split into equal parts, one for each rank.
 
     A job on a range of nodes starts again on the largest number that can share it.
+
+        hw.data.DataLoader(dataset, global_batch_size=96)  # on 64 ranks
     """
 
     def __init__(self, global_batch_size: int, world_size: int) -> None:

@@ -45,7 +45,7 @@ def messages() -> None:
 @pytest.fixture(autouse=True)
 def _handlers_of_signals() -> Iterator[None]:
     """Programs of a job handle signals until their process ends; where a test calls one, the next test must not see."""
-    before = {number: signal.getsignal(number) for number in (*STOP_REQUESTS, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (*STOP_REQUESTS, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -120,7 +120,7 @@ def test_here_one_after_the_other_from_one_copy(project: Path, capsys: pytest.Ca
     )
     (project / ".git" / "info").mkdir(exist_ok=True)
     (project / ".git" / "info" / "exclude").write_text("runs/\n")
-    assert main(["run", "--array", "lr=1,2", "--array", "seed=7,8", "train.py", "--seed", "{seed}"]) == 1
+    assert main(["run", "--array", "lr=1,2", "--array", "seed=7,8", "train.py", "--seed", "{seed}"]) == 3
     runs = resolve([label_of(project)])
     assert [(run.path / "said").read_text() for run in runs] == [
         f"--seed {seed} --lr={lr}" for lr in (1, 2) for seed in (7, 8)
