@@ -96,10 +96,7 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
         self.consumed = 0
         self._last_span: tuple[int, int] | None = None
         self._fetcher = _BatchFetcher(dataset, collate, seed)
-        self._arrange(ORDER_VERSION)
-
-    def _arrange(self, version: int) -> None:
-        self._settings = Shuffle(seed=self.seed, version=version)
+        self._settings = Shuffle(seed=seed)
         self._order = Order([self.length], self._settings if self.shuffle else None)
 
     def torch_arguments(self) -> dict[str, Any]:
@@ -138,7 +135,7 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
 
     def order(self) -> dict[str, Any]:
         shuffles = [self._settings] if self.shuffle else None
-        return describe_order({"data": [self.length]}, shuffles, version=self._settings.version)
+        return describe_order({"data": [self.length]}, shuffles)
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch, self.consumed = epoch, 0
@@ -152,13 +149,12 @@ class MapCursor(Cursor, torch_data.Sampler[Any]):
             raise UsageError(
                 f"this is not the state of a DataLoader: {dict(state)}; pass what its state_dict() returned"
             )
-        check_same_order(state, ours | {"version": state["version"]})
-        self._arrange(state["version"])
+        check_same_order(state, ours)
         self.epoch, self.consumed = int(state["epoch"]), int(state["samples"])
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "version": self._settings.version,
+            "version": ORDER_VERSION,
             "length": self.length,
             "seed": self.seed,
             "shuffle": self.shuffle,

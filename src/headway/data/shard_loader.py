@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -31,8 +30,8 @@ from headway.data.label_watch import LabelWatch
 from headway.data.order.batch_split import BatchSplit
 from headway.data.order.batching import EpochBatcher, TailPolicy
 from headway.data.order.lookup import describe_order
-from headway.data.order.mix_order import MixOrder, check_places, datasets_changed
-from headway.data.order.order import Shuffle, check_same_order, whole_number
+from headway.data.order.mix_order import MixOrder, datasets_changed
+from headway.data.order.order import ORDER_VERSION, Shuffle, check_same_order, whole_number
 from headway.data.order.timeline import Timeline, WeightSegment
 from headway.data.quarantine import Quarantine, QuarantinedSample
 from headway.data.samples.assembly import AssembledBatch, make_assembler
@@ -132,8 +131,7 @@ class ShardLoader:
 
     def _arrange(self, settings: Shuffle) -> None:
         """Numbers the datasets, and creates everything that depends on these numbers."""
-        given = {source.name: source.counts for source in self._sources}
-        counts = {name: given[name] for name in self._mix.weights}
+        counts = {source.name: source.counts for source in self._sources}
         self._settings, self._order = settings, MixOrder(counts, settings, shuffle=self._shuffle)
         self._sources.sort(key=lambda source: self._order.names.index(source.name))
         options: dict[str, Any] = {"shuffle": self._shuffle, "tail": self._tail, "steps": self._steps}
@@ -309,9 +307,7 @@ class ShardLoader:
     def _mix_timeline(self) -> Timeline:
         """Returns the timeline. Created late: steps count global batches, whose size is known only after `init()`."""
         if self._timeline is None:
-            self._timeline = Timeline(
-                self._mix_segments(0), self._order.names, version=self._settings.version
-            )
+            self._timeline = Timeline(self._mix_segments(0), self._order.names)
         return self._timeline
 
     def _mix_segments(self, position: int) -> list[WeightSegment]:
@@ -377,10 +373,10 @@ class ShardLoader:
 
     def order(self) -> dict[str, Any]:
         """Describes the order in plain values, from which `SampleLookup` finds the samples of any batch."""
-        counts, version = {source.name: source.counts for source in self._sources}, self._order.version
+        counts = {source.name: source.counts for source in self._sources}
         if not self._shuffle:
-            return describe_order(counts, None, version=version)
-        return describe_order(counts, self._order.shuffles, self._mix_timeline(), version=version)
+            return describe_order(counts, None)
+        return describe_order(counts, self._order.shuffles, self._mix_timeline())
 
     @property
     def batch_size(self) -> int | None:
@@ -409,38 +405,31 @@ class ShardLoader:
         """Returns the position, in samples of all ranks together, and all weights; equal on all ranks."""
         segments = [[segment.start, segment.weights] for segment in self._mix_timeline().segments]
         state = self._identity() | {"epoch": self._epoch, "position": self._position, "segments": segments}
-        if self._order.version > 1:
-            state |= {"samples": self._batcher.pass_samples(), "anchor": list(self._batcher.anchor)}
-        return state
+        return state | {"samples": self._batcher.pass_samples(), "anchor": list(self._batcher.anchor)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes where `state_dict` was taken, on any number of ranks; refuses other shards or another order.
 
         The datasets may differ if the mix states the changes (`Mix(added=..., removed=...)`).
         """
-        version, ours, mix = state.get("version", 0), self._identity(), self._mix
-        own = {*ours, "epoch", "position", "segments"} | ({"samples", "anchor"} if version != 1 else set())
-        if {*state} != own:
+        ours, mix = self._identity(), self._mix
+        if {*state} != {*ours, "epoch", "position", "segments", "samples", "anchor"}:
             raise UsageError(f"this is not the state of a ShardLoader: {dict(state)}")
         saved, here = state["datasets"], ours["datasets"]
         changed = datasets_changed(saved, here, mix.added, mix.removed)
         check_same_order(
             {**state, "datasets": {name: saved[name] for name in here if name in saved}},
-            {**ours, "datasets": {name: here[name] for name in here if name in saved}, "version": version},
+            {**ours, "datasets": {name: here[name] for name in here if name in saved}},
         )
-        if version == 1:
-            check_places(saved, state["segments"], mix.weights)
-        self._arrange(replace(self._settings, version=version))
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         segments = [WeightSegment(int(start), dict(weights)) for start, weights in state["segments"]]
-        self._timeline = Timeline(segments, self._order.names, version=self._order.version)
-        if version != 1:
-            self._batcher.anchor = epoch, position = int(state["anchor"][0]), int(state["anchor"][1])
-            begun = position + (self._epoch - epoch) * int(state["samples"])
-            if changed:
-                self._change_datasets(self._timeline, begun)
-            elif int(state["samples"]) != self._batcher.pass_samples():
-                self._continue_epoch(begun)
+        self._timeline = Timeline(segments, self._order.names)
+        self._batcher.anchor = epoch, position = int(state["anchor"][0]), int(state["anchor"][1])
+        begun = position + (self._epoch - epoch) * int(state["samples"])
+        if changed:
+            self._change_datasets(self._timeline, begun)
+        elif int(state["samples"]) != self._batcher.pass_samples():
+            self._continue_epoch(begun)
         if not changed and self._shuffle and self._split.rank_and_world_size()[0] == 0:
             mix.warn_of_edits([segment.weights for segment in segments], self.weights)
         self._restored, self._loops = True, self._loops + 1  # a loop in progress ends with an error
@@ -466,7 +455,7 @@ class ShardLoader:
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "version": self._order.version,
+            "version": ORDER_VERSION,
             "seed": self._settings.seed,
             "lanes": self._settings.lanes,
             "window": self._settings.window,

@@ -13,7 +13,7 @@ import numpy as np
 
 from headway.data.order.order import ORDER_VERSION, Order, Shuffle
 from headway.data.order.permutation import Ints, distinct_values
-from headway.data.order.timeline import Timeline, WeightSegment, in_order
+from headway.data.order.timeline import Timeline, WeightSegment
 
 
 @runtime_checkable
@@ -29,16 +29,15 @@ def describe_order(
     counts: Mapping[str, Sequence[int]],
     shuffles: Sequence[Shuffle] | None,
     timeline: Timeline | None = None,
-    *,
-    version: int = ORDER_VERSION,
 ) -> dict[str, Any]:
     """Describes an order in plain values: samples per shard of each dataset, their shuffles and their weights.
 
-    The shuffles are in the order of the sorted names; in version 1, in the order of the keys.
+    The shuffles are in the order of the sorted names.
     """
     segments = [[segment.start, dict(segment.weights)] for segment in timeline.segments] if timeline else None
     settings = [[own.seed, own.lanes, own.window] for own in shuffles] if shuffles else None
-    return ({"version": version} if version > 1 else {}) | {
+    return {
+        "version": ORDER_VERSION,
         "datasets": {name: list(map(int, of)) for name, of in counts.items()},
         "shuffles": settings,
         "segments": segments,
@@ -55,18 +54,16 @@ class SampleLookup:
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         counts: Mapping[str, Sequence[int]] = order["datasets"]
-        version, shuffles = order.get("version", 1), order["shuffles"] or [None] * len(counts)
-        self._names = in_order(counts, version)
+        shuffles = order["shuffles"] or [None] * len(counts)
+        self._names = sorted(counts)
         self._single_shard = [len(of) for of in counts.values()] == [1]
         self._orders = [
-            Order(counts[name], own and Shuffle(seed=own[0], lanes=own[1], window=own[2], version=version))
+            Order(counts[name], own and Shuffle(seed=own[0], lanes=own[1], window=own[2]))
             for name, own in zip(self._names, shuffles, strict=True)
         ]
         segments = order["segments"]
         self._timeline = segments and Timeline(
-            [WeightSegment(int(start), dict(weights)) for start, weights in segments],
-            self._names,
-            version=version,
+            [WeightSegment(int(start), dict(weights)) for start, weights in segments], self._names
         )
 
     def samples(self, start: int, stop: int) -> Ints:

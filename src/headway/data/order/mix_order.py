@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 from headway.data.order.order import Order, Shuffle
 from headway.data.order.permutation import derive_key
-from headway.data.order.timeline import in_order
 from headway.errors import UsageError
 
 
@@ -18,12 +17,9 @@ class MixOrder:
     """The orders of the datasets of a mix. Each depends on the name of its dataset, not on the other datasets."""
 
     def __init__(self, counts: Mapping[str, Sequence[int]], settings: Shuffle, *, shuffle: bool) -> None:
-        self.version = settings.version
-        self.names = in_order(counts, self.version)
-        self.keys = [
-            _name_key(name) if self.version > 1 else number for number, name in enumerate(self.names)
-        ]
-        """the part of each random number's key that identifies the dataset; in version 1, its position in the mix"""
+        self.names = sorted(counts)
+        self.keys = [_name_key(name) for name in self.names]
+        """the part of each random number's key that identifies the dataset"""
         self.shuffles = [replace(settings, seed=derive_key(settings.seed, key)) for key in self.keys]
         self.orders = [
             Order(counts[name], own if shuffle else None)
@@ -49,14 +45,3 @@ def datasets_changed(
             f"is intended, use Mix(..., {', '.join(unstated)})"
         )
     return bool(new or gone)
-
-
-def check_places(saved: Iterable[str], segments: Iterable[Sequence[Any]], here: Iterable[str]) -> None:
-    """Refuses a position of version 1, which depends on the order of the datasets, if that order differs here."""
-    for names in (saved, *(weights for _, weights in segments)):
-        if list(names) != list(here):
-            raise UsageError(
-                f"the position was saved by an earlier version of headway and depends on the order of the datasets, "
-                f"{list(names)} there and {list(here)} here: give the Mix its datasets in the order of that run, or "
-                "start without this state"
-            )

@@ -35,9 +35,8 @@ from headway.errors import UsageError
 
 _BLOCK_POSITIONS = 16384  # located at a time: intermediate arrays stay in the processor's cache
 _SHARDS, _WINDOW = 1, 2  # the purpose of a key: part of what is hashed
-ORDER_VERSION = 2
-"""Version 1 identified the datasets of a mix by their position, rounded weights to 26 bits, and favored some orders of
-few elements."""
+ORDER_VERSION = 1
+"""A change of the formulas below counts it up: a position of another version is refused, since its samples differ."""
 
 
 class SampleLocations(NamedTuple):
@@ -62,21 +61,10 @@ class Shuffle:
     """stretches that a batch draws on: at least the number of nodes in the largest run, ideally with many divisors"""
     window: int | None = None
     """consecutive samples of a lane that are shuffled among themselves; None: the whole lane"""
-    version: int = ORDER_VERSION
-    """1 continues the orders of checkpoints that were written before version 2"""
 
     def __post_init__(self) -> None:
         if self.lanes < 1 or (self.window is not None and self.window < 1):
             raise UsageError(f"lanes={self.lanes}, window={self.window}: both must be at least 1")
-        if self.version not in (1, ORDER_VERSION):
-            raise UsageError(
-                f"version {self.version} of the order of samples is unknown: it was written by a newer headway"
-            )
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all orders of a few samples or shards are equally likely."""
-        return self.version > 1
 
 
 @final
@@ -141,7 +129,7 @@ class Order:
         secrets = derive_keys(
             shuffle.seed, as_uints(_WINDOW), as_uints(epoch), as_uints(lane), as_uints(window)
         )
-        return lane, start + first + permute(step - first, size, secrets, uniform=shuffle.uniform)
+        return lane, start + first + permute(step - first, size, secrets)
 
     def _on_line(self, epoch: int, point: Ints) -> tuple[Ints, Ints]:
         line = self._lines.get(epoch)
@@ -159,7 +147,7 @@ class Order:
         shards = np.arange(len(self._counts))
         if self._shuffle is not None:
             secret = derive_key(self._shuffle.seed, _SHARDS, epoch)
-            shards = permute(shards, len(shards), secret, uniform=self._shuffle.uniform)
+            shards = permute(shards, len(shards), secret)
         return shards, np.cumsum(self._counts[shards])
 
 

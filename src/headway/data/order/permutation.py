@@ -66,22 +66,20 @@ def _mix_array(words: UInts) -> UInts:
 # --- bijections
 
 
-def permute(index: Ints, size: int | Ints, secret: int | UInts, *, uniform: bool = True) -> Ints:
+def permute(index: Ints, size: int | Ints, secret: int | UInts) -> Ints:
     """Maps each index of range(size) to its place in the shuffled range, by a keyed bijection.
 
-    `size` and `secret` may differ from index to index. Without `uniform`, small ranges are shuffled as in version 1 of
-    the order.
+    `size` and `secret` may differ from index to index.
 
     >>> sorted(permute(np.arange(5), 5, derive_key(7)).tolist())
     [0, 1, 2, 3, 4]
     """
     sizes = as_uints(size)
     out = _on_grid(index, sizes, as_uints(secret))
-    if uniform:
-        small = np.flatnonzero(np.broadcast_to(sizes <= np.uint64(_MAX_RANKED), index.shape))
-        if small.size:
-            words = np.broadcast_to(as_uints(secret), index.shape)[small]
-            out[small] = _ranked(index[small], np.broadcast_to(sizes, index.shape)[small], words)
+    small = np.flatnonzero(np.broadcast_to(sizes <= np.uint64(_MAX_RANKED), index.shape))
+    if small.size:
+        words = np.broadcast_to(as_uints(secret), index.shape)[small]
+        out[small] = _ranked(index[small], np.broadcast_to(sizes, index.shape)[small], words)
     return out
 
 

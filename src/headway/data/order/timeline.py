@@ -6,27 +6,23 @@ sample per level of that tree, whatever k is; i.i.d. draws are off by hundreds a
 begins a new segment, and the list of segments is all that must be saved. A segment may have other datasets than the
 one before.
 
-Datasets are identified by name: a segment splits them in the order of their names, whatever the order of its keys. (In
-version 1 of the order, the order of the keys counted.)
+Datasets are identified by name: a segment splits them in the order of their names, whatever the order of its keys.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, final
 
 import numpy as np
 
-from headway.data.order.order import ORDER_VERSION
 from headway.data.order.permutation import Ints, distinct_values
 from headway.errors import UsageError, unknown_name
 
 _HALF_BITS, _HALF_MASK = 31, 2**31 - 1  # numbers below 2**62 are multiplied in two halves
-_FIRST_ONE = 2**26  # the sum of all weights in version 1, about
-_FIRST_MAX_INT64_SAMPLES = 2**36
 
 
 def apply_weights(weights: Mapping[str, float], changes: Mapping[str, float]) -> dict[str, float]:
@@ -62,10 +58,6 @@ def to_whole_numbers(weights: Mapping[str, float]) -> list[int]:
     return [numerator * (largest // denominator) for numerator, denominator in ratios]
 
 
-Split = Callable[[Ints, int, int], Ints]
-"""how many of the first k samples go to the left, by the weights of the left and of both sides"""
-
-
 def split_exactly(k: Ints, left: int, total: int) -> Ints:
     """Returns k * left / total, rounded; the ratio is exact to 62 bits. The result is the same on all machines."""
     share = (2 * (left << 2 * _HALF_BITS) + total) // (2 * total)
@@ -77,7 +69,7 @@ def split_exactly(k: Ints, left: int, total: int) -> Ints:
     return result
 
 
-def count_by_dataset(k: Ints, weights: Sequence[int], split: Split = split_exactly) -> Ints:
+def count_by_dataset(k: Ints, weights: Sequence[int]) -> Ints:
     """Returns how many of the first k samples come from each dataset: an array of datasets x len(k).
 
     >>> count_by_dataset(np.array([1, 10]), [3, 1, 1]).tolist()
@@ -87,12 +79,9 @@ def count_by_dataset(k: Ints, weights: Sequence[int], split: Split = split_exact
         return k[None]
     middle = len(weights) // 2
     left, total = sum(weights[:middle]), sum(weights)
-    first = split(k, left, total) if total else k
+    first = split_exactly(k, left, total) if total else k
     return np.concatenate(
-        [
-            count_by_dataset(first, weights[:middle], split),
-            count_by_dataset(k - first, weights[middle:], split),
-        ]
+        [count_by_dataset(first, weights[:middle]), count_by_dataset(k - first, weights[middle:])]
     )
 
 
@@ -121,23 +110,16 @@ class Timeline:
     were removed later: they are counted, but their samples cannot be drawn.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[WeightSegment],
-        names: Sequence[str] | None = None,
-        *,
-        version: int = ORDER_VERSION,
-    ) -> None:
+    def __init__(self, segments: Sequence[WeightSegment], names: Sequence[str] | None = None) -> None:
         if not segments or segments[0].start != 0:
             raise UsageError("a timeline begins at position 0")
         starts = [segment.start for segment in segments]
         if starts != sorted(set(starts)):
             raise UsageError(f"segments must begin at increasing positions, not {starts}")
-        self.segments, self.version = list(segments), version
-        self.names = in_order(segments[-1].weights, version) if names is None else list(names)
+        self.segments = list(segments)
+        self.names = sorted(segments[-1].weights) if names is None else list(names)
         ever = dict.fromkeys(name for segment in segments for name in segment.weights)
         self._known = [*self.names, *(name for name in ever if name not in set(self.names))]
-        self._split = split_exactly if version > 1 else _split_rounded
         self._splits: list[_Split] = []
         before = np.zeros(len(self._known), np.int64)
         for segment, end in zip(segments, [*starts[1:], starts[-1]], strict=True):
@@ -145,15 +127,14 @@ class Timeline:
             before = self._counts(self._splits[-1], end - segment.start)
 
     def _splitting(self, weights: Mapping[str, float], before: Ints) -> _Split:
-        names = in_order(weights, self.version)
+        names = sorted(weights)
         numbers = np.array([self._known.index(name) for name in names])
-        convert = to_whole_numbers if self.version > 1 else _to_26_bits
-        return _Split(numbers, convert({name: weights[name] for name in names}), before)
+        return _Split(numbers, to_whole_numbers({name: weights[name] for name in names}), before)
 
     def _counts(self, split: _Split, samples: int) -> Ints:
         """Returns the number of samples of every dataset after this many samples of a segment."""
         counts = split.before.copy()
-        counts[split.numbers] += count_by_dataset(np.array([samples]), split.weights, self._split)[:, 0]
+        counts[split.numbers] += count_by_dataset(np.array([samples]), split.weights)[:, 0]
         return counts
 
     @cached_property
@@ -172,7 +153,7 @@ class Timeline:
     def until(self, position: int, then: Sequence[WeightSegment], names: Sequence[str]) -> Timeline:
         """Returns the timeline up to a position, followed by other segments, which may have other datasets."""
         before = [segment for segment in self.segments if segment.start < position]
-        return Timeline([*before, *then], names, version=self.version)
+        return Timeline([*before, *then], names)
 
     def weights_at(self, position: int) -> dict[str, float]:
         """Returns the weights at a position."""
@@ -193,7 +174,7 @@ class Timeline:
         """Returns, for each dataset, its share of the samples since weights last changed, and its target share."""
         number = self._segment_of(np.array([position]))[0]
         since, split = position - self.segments[number].start, self._splits[number]
-        counts = count_by_dataset(np.array([since]), split.weights, self._split)[:, 0].tolist()
+        counts = count_by_dataset(np.array([since]), split.weights)[:, 0].tolist()
         return {
             self._known[dataset]: (count / max(since, 1), weight / sum(split.weights))
             for dataset, count, weight in zip(split.numbers.tolist(), counts, split.weights, strict=True)
@@ -206,8 +187,8 @@ class Timeline:
         for number in distinct_values(segment_of):
             here = np.flatnonzero(segment_of == number)
             k, split = positions[here] - self.segments[number].start, self._splits[number]
-            before = count_by_dataset(k, split.weights, self._split)
-            after = count_by_dataset(k + 1, split.weights, self._split)
+            before = count_by_dataset(k, split.weights)
+            after = count_by_dataset(k + 1, split.weights)
             place = np.argmax(after - before, axis=0)
             dataset[here] = chosen = split.numbers[place]
             own_position[here] = split.before[chosen] + before[place, np.arange(len(here))]
@@ -221,22 +202,3 @@ class Timeline:
     def _segment_of(self, positions: Ints) -> Ints:
         starts = np.array([segment.start for segment in self.segments])
         return np.searchsorted(starts, positions, side="right") - 1
-
-
-def in_order(names: Iterable[str], version: int) -> list[str]:
-    """Returns the names of datasets in the order of their numbers: sorted; in version 1, as they were given."""
-    return sorted(names) if version > 1 else list(names)
-
-
-# --- version 1
-
-
-def _to_26_bits(weights: Mapping[str, float]) -> list[int]:
-    total = math.fsum(weights.values())
-    return [max(round(value / total * _FIRST_ONE), 1 if value else 0) for value in weights.values()]
-
-
-def _split_rounded(k: Ints, left: int, total: int) -> Ints:
-    if k.size and int(k.max()) >= _FIRST_MAX_INT64_SAMPLES:
-        return ((k.astype(object) * left + total // 2) // total).astype(np.int64)
-    return (k * left + total // 2) // total
