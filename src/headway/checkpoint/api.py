@@ -90,7 +90,7 @@ def save(
 
     >>> save(run, {"net": net.state_dict(), "sgd": sgd.state_dict(), "epoch": 3}, step=1000)  # doctest: +SKIP
     """
-    saver = Saver(where, lock=lock, background=False)
+    saver = Saver(where, lock=lock, background=False, read_back=False)  # each save would be the first
     saver.save(state, step=step, local=local, metrics=metrics)
     return saver.finished()[0].path
 

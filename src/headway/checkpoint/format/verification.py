@@ -70,7 +70,7 @@ def check_files(directory: CheckpointDirectory, manifest: Manifest, names: Colle
     for name in names:
         expected = manifest.files[name]
         try:
-            size, crc = _measure(directory, name, expected.bytes)
+            size, crc = measure(directory, name, expected.bytes)
         except MovedCheckpoint:
             raise
         except DamagedCheckpoint as problem:
@@ -102,7 +102,7 @@ def check_contents(directory: CheckpointDirectory, manifest: Manifest, names: Co
     return problems
 
 
-def _measure(directory: CheckpointDirectory, name: str, expected: int) -> tuple[int, str]:
+def measure(directory: CheckpointDirectory, name: str, expected: int) -> tuple[int, str]:
     """Returns size and CRC32 of a file; the CRC32 is that of nothing if the size is not the expected one."""
     size = crc = 0
     with directory.open(name) as file:

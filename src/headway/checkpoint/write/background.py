@@ -15,6 +15,7 @@ from headway.checkpoint.format.manifest import FileChecksum, Manifest
 from headway.checkpoint.write.disk import SaveTarget
 from headway.checkpoint.write.host_memory import HostMemory
 from headway.checkpoint.write.planner import AgreedSave, RankContents, RankShare
+from headway.checkpoint.write.read_back import TensorProof
 from headway.checkpoint.write.writer import CheckpointWriter, SavedCheckpoint, write_checkpoint
 from headway.checkpoint.write.writer_process import WriterProcess
 from headway.dist.collective.exchange import RankExchange, rank_and_size
@@ -44,6 +45,7 @@ class BackgroundSave:
         target: SaveTarget,
         contents: RankContents,
         agreed: AgreedSave,
+        proof: TensorProof,
         start: float,
         before_write: Callable[[], object] | None = None,
     ) -> Future[SavedCheckpoint]:
@@ -66,7 +68,7 @@ class BackgroundSave:
         def run() -> SavedCheckpoint:
             if before_write is not None:
                 before_write()
-            size = write_checkpoint(exchange, target, contents, agreed, writer)
+            size = write_checkpoint(exchange, target, contents, agreed, writer, proof)
             return SavedCheckpoint(
                 path=target.final,
                 step=target.step,

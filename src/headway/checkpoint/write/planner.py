@@ -94,6 +94,11 @@ class RankShare:
         self.header = header_of(plan.table, {"format": "pt", "save": save})
         self.size = len(self.header) + plan.ranges[-1][1] if plan.items else 0
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors that this rank writes, or of which it writes a shard."""
+        return [item.index.fqn for item in self._plan.items]
+
     def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the offset of each tensor in the file, and the tensor, on its device and with its strides."""
         for item, (begin, _) in zip(self._plan.items, self._plan.ranges, strict=True):

@@ -4,7 +4,7 @@
     begin, write, commit                     a writer process; a thread exchanges messages with the other ranks for it
 
 The thread has its own connection to the store: it uses no collective and no lock of the training, and no byte of a
-tensor passes through the training interpreter.
+tensor passes through the training interpreter, except when a tensor is first saved and read back.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from headway.checkpoint.format.directory import CheckpointRoot, resolve_root
 from headway.checkpoint.write import disk, planner
 from headway.checkpoint.write.background import CLEAN_UP_S, BackgroundSave
 from headway.checkpoint.write.disk import SaveTarget
+from headway.checkpoint.write.read_back import ReadBack, TensorProof
 from headway.checkpoint.write.writer import InProcessWriter, SavedCheckpoint, write_checkpoint
 from headway.dist.collective.exchange import TIMEOUT_S, RankExchange
 from headway.run.lock import RunLock
@@ -37,8 +38,9 @@ class Saver:
     the checkpoint is complete, and copies nothing.
 
     `lock` is the run's lock, on rank 0: nothing is committed after another process took over the run. A save that is
-    not complete after `timeout_s` seconds is given up; removing its files may take `clean_up_s` more. `on_failure` is
-    called with the step of a background save that failed, from another thread.
+    not complete after `timeout_s` seconds is given up; removing its files may take `clean_up_s` more. With `read_back`,
+    each tensor is read and compared when it is first saved (`read_back.py`). `on_failure` is called with the step of a
+    background save that failed, from another thread.
 
     >>> with Saver(run, lock=lock) as saver:  # doctest: +SKIP
     ...     saver.save({"net": net.state_dict()}, step=1000)
@@ -52,12 +54,15 @@ class Saver:
         background: bool = True,
         timeout_s: float = TIMEOUT_S,
         clean_up_s: float = CLEAN_UP_S,
+        read_back: bool = True,
         on_failure: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._on_failure = on_failure
         self._parent, self._owner = resolve_root(where)
         self._lock, self._timeout_s = lock, timeout_s
         self._planner = planner.WritePlanner()
+        self._read_back = ReadBack() if read_back else None
+        self._proof = TensorProof({})
         self._background = BackgroundSave(timeout_s, clean_up_s) if background else None
         self._pending: Future[SavedCheckpoint] | None = None
         self._complete: list[SavedCheckpoint] = []
@@ -81,11 +86,18 @@ class Saver:
         self.wait()
         failpoint("checkpoint.begin")
         exchange = RankExchange(f"save step {step}", timeout_s=self._timeout_s)
+
+        def collect() -> planner.RankContents:
+            contents = planner.collect(state, step=step, local=local, metrics=metrics)
+            if self._read_back is not None:
+                self._read_back.check_tree(state, contents)
+            return contents
+
         contents, agreed = self._planner.agree(
-            exchange,
-            lambda: planner.collect(state, step=step, local=local, metrics=metrics),
-            lambda step: disk.hidden_name(self._owner, step),
+            exchange, collect, lambda step: disk.hidden_name(self._owner, step)
         )
+        if self._read_back is not None:
+            self._proof = self._read_back.begin(state, contents, agreed.share)
         target = SaveTarget(
             parent=str(self._parent),
             owner=self._owner,
@@ -95,19 +107,24 @@ class Saver:
             replaces=replaces,
         )
         if self._background is not None:
-            self._pending = self._background.start(target, contents, agreed, start, before_write)
+            self._pending = self._background.start(target, contents, agreed, self._proof, start, before_write)
             self._pending.add_done_callback(partial(self._observe, step))
             return
         try:
             if before_write is not None:
                 before_write()
-            size = write_checkpoint(exchange, target, contents, agreed, InProcessWriter())
+            size = write_checkpoint(exchange, target, contents, agreed, InProcessWriter(), self._proof)
         finally:
             agreed.share.release()
         taken = time.monotonic() - start
-        self._complete.append(
+        self._note_complete(
             SavedCheckpoint(path=target.final, step=step, stall_s=taken, total_s=taken, bytes=size)
         )
+
+    def _note_complete(self, saved: SavedCheckpoint) -> None:
+        self._complete.append(saved)
+        if self._read_back is not None:
+            self._read_back.complete(self._proof)
 
     def _observe(self, step: int, save: Future[SavedCheckpoint]) -> None:
         if not save.cancelled() and save.exception() is not None:
@@ -118,7 +135,7 @@ class Saver:
         if self._pending is not None:
             futures.wait([self._pending])
             pending, self._pending = self._pending, None
-            self._complete.append(pending.result())
+            self._note_complete(pending.result())
 
     def finished(self) -> list[SavedCheckpoint]:
         """Returns the saves that this rank has seen complete since the last call. Does not wait."""

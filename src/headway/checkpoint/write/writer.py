@@ -17,6 +17,7 @@ from headway.checkpoint.format.tensor_file import bytes_of
 from headway.checkpoint.write import disk, planner
 from headway.checkpoint.write.disk import SaveTarget
 from headway.checkpoint.write.planner import AgreedSave, RankContents, RankShare
+from headway.checkpoint.write.read_back import TensorProof
 from headway.dist.collective.exchange import RankExchange
 
 
@@ -92,16 +93,19 @@ def write_checkpoint(
     contents: RankContents,
     agreed: AgreedSave,
     writer: CheckpointWriter,
+    proof: TensorProof,
 ) -> int:
     """Writes a checkpoint; returns its size once it is complete. If any rank fails, all raise and nothing is left."""
     stem = f"rank-{exchange.rank:05d}"
 
     def write() -> dict[str, Any]:
         own = {} if contents.local is None else {f"{stem}.json": _document(target, contents.local)}
-        checksums = writer.write(target, f"{stem}.safetensors", agreed.share, own)
+        file = f"{stem}.safetensors"
+        checksums = writer.write(target, file, agreed.share, own)
+        proof.check(target.hidden, file, agreed.share, checksums.get(file))
         return {
             "files": {name: [checksum.bytes, checksum.crc32] for name, checksum in checksums.items()},
-            "chunks": agreed.share.chunks(f"{stem}.safetensors"),
+            "chunks": agreed.share.chunks(file),
         }
 
     def commit(written: list[dict[str, Any]]) -> list[int]:

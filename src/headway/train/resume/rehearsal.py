@@ -2,6 +2,9 @@
 
 Every object is given its own state, as a checkpoint would return it, and must return the same again. Of a model, only
 the types of its tensors are checked: torch loads it, and what is restored is compared when a run resumes.
+
+All of it is in memory, so no save needs to follow the first step: the bits on disk are compared by the first save that
+has them (`checkpoint.write.read_back`).
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from headway.checkpoint.format import dtypes, tree
 from headway.checkpoint.format.tensor_file import bytes_of
+from headway.checkpoint.write import comparison
 from headway.dist.collective.exchange import RankExchange
 from headway.errors import UsageError
 from headway.train.metrics.epoch_metrics import load_metric_state, metric_state
-from headway.train.resume import comparison, optimizers, state
+from headway.train.resume import optimizers, state
 from headway.train.resume.rng import temporary_state
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from headway.checkpoint.format import dtypes
 from headway.checkpoint.format.directory import CheckpointDirectory
 from headway.checkpoint.format.manifest import STATE, read_document, read_index, read_manifest
+from headway.checkpoint.write import comparison
 from headway.data.fingerprint import fingerprints
 from headway.dist.collective.exchange import gather_rows
 from headway.errors import HeadwayError, UsageError
@@ -28,7 +29,7 @@ from headway.system.log import logger
 from headway.system.text import shorten_list
 from headway.train.metrics.epoch_metrics import load_metric_state, metric_state
 from headway.train.model.initial_weights import adapter_config, adapter_name, is_adapted
-from headway.train.resume import comparison, modules, optimizers, rank_states
+from headway.train.resume import modules, optimizers, rank_states
 
 if TYPE_CHECKING:
     from headway.train.pipeline import Pipeline

@@ -1,12 +1,13 @@
-"""Compares what was restored with what was loaded: by type, value and, for tensors, a checksum of their bits.
+"""Compares states: by type, value and, for tensors, a checksum of their bits.
 
-A checksum is enough, and needed: a model is loaded in place, so its tensors are those of the loaded state.
+A checksum is enough, and needed: a model is loaded in place, so its tensors are those of the loaded state; and tensors
+that are saved may have changed when they are read back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
 """elements that are widened to int64 at once"""
 _ODD = 0x2545F4914F6CDD1D
+
+
+class TensorFacts(NamedTuple):
+    """What must be equal of two tensors; the checksum is that of this rank's part."""
+
+    is_sharded: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    checksum: int
 
 
 def checksum(tensor: Tensor) -> int:
@@ -32,15 +42,18 @@ def checksum(tensor: Tensor) -> int:
     return int(total)
 
 
-def describe(state: object) -> Any:
-    """Returns a state with the type, dtype, shape and checksum of each tensor in its place, to compare it later."""
+def describe_tensor(tensor: Tensor) -> TensorFacts:
+    return TensorFacts(isinstance(tensor, DTensor), tensor.dtype, tuple(tensor.shape), checksum(tensor))
+
+
+def describe(state: object, of_tensor: Callable[[Tensor], object] = describe_tensor) -> Any:
+    """Returns a state with a description of each tensor in its place, to compare it later."""
     if isinstance(state, Tensor):
-        kind = "sharded tensor" if isinstance(state, DTensor) else "tensor"
-        return kind, state.dtype, tuple(state.shape), checksum(state)
+        return of_tensor(state)
     if isinstance(state, Mapping):
-        return {key: describe(value) for key, value in state.items()}
+        return {key: describe(value, of_tensor) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return [describe(value) for value in state]
+        return [describe(value, of_tensor) for value in state]
     return type(state), _with_nan(state)
 
 
