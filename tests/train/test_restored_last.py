@@ -133,6 +133,16 @@ class HeldInEval(Fit):
             self.net[3].eval()
 
 
+class Widens(Fit):
+    """Another shape, which only the hook of the first stage makes; later stages train it."""
+
+    def pre_stage(self) -> None:
+        super().pre_stage()
+        if self is self.pipe.stages[0]:
+            self.net[0], self.net[2] = nn.Linear(4, 9), nn.Linear(9, 2)
+            self.optimizer.param_groups[0]["params"] = list(self.net.parameters())
+
+
 class Growing(nn.Module):
     """Buffers that do not exist, are None, or have another shape in a new model; one becomes None."""
 
@@ -168,12 +178,13 @@ def make(
     net: Callable[[], nn.Module] = chain,
     optimizer: Callable[[nn.Module], Any] | None = None,
     frozen: tuple[int, ...] = (),
+    scheduler: Any = None,
 ) -> Pipeline:
     hw.seed(3)
     pipe = Pipeline(name="hooks", root=folder)
     model = net()
     pipe.register_model("net", model, parallel=Ddp(find_unused_parameters=True))
-    pipe.register_optimizer("sgd", optimizer(model) if optimizer else sgd, model="net")
+    pipe.register_optimizer("sgd", optimizer(model) if optimizer else sgd, scheduler=scheduler, model="net")
     for layer in frozen:
         model[layer].requires_grad_(False)  # type: ignore[index]
     x = torch.randn(8 * STEPS, 4, generator=torch.Generator().manual_seed(1))
@@ -234,7 +245,7 @@ def without_head(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @alone
-@pytest.mark.parametrize("kind", [Fit, ResetsHead, Disturbs, HeldInEval])
+@pytest.mark.parametrize("kind", [Fit, ResetsHead, Disturbs, HeldInEval, Widens])
 def test_hooks_that_ended_before_the_save_have_no_effect_and_others_have_theirs(
     kind: type[Fit], tmp_path: Path
 ) -> None:
@@ -280,6 +291,44 @@ def test_groups_that_a_hook_adds_are_matched_by_name(
 @alone
 def test_groups_that_a_hook_has_split_are_rebuilt(tmp_path: Path) -> None:
     check_exact(tmp_path, Regroups, (STEPS + 3, STEPS * 2 + 3))
+
+
+@alone
+@pytest.mark.parametrize("scheduler", [None, lambda o: torch.optim.lr_scheduler.StepLR(o, 100)])
+def test_new_settings_are_applied_to_the_groups_of_the_script(
+    scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to those that a hook has added or split off, and whatever the order of groups in the script."""
+
+    def in_order(layers: tuple[int, ...], factor: float) -> Callable[[nn.Module], Any]:
+        def build(model: nn.Module) -> torch.optim.Optimizer:
+            groups = [{"params": model[n].parameters(), "lr": factor * n, "momentum": 0.9} for n in layers]  # type: ignore[index]
+            return torch.optim.SGD(groups)
+
+        return build
+
+    options = {"frozen": (0,), "scheduler": scheduler}
+    with pytest.raises(Cut):
+        make(tmp_path, Unfreezes(STEPS + 3), optimizer=in_order((2, 3), 0.1), **options).run()
+    monkeypatch.setenv("HEADWAY_APPLY", "1")
+    resumed = make(tmp_path, Unfreezes(), optimizer=in_order((3, 2), 0.01), **options)
+    resumed.run()
+    groups = resumed.optimizers["sgd"].param_groups
+    found = {tuple(group["params"][0].shape): group["lr"] for group in groups}
+    assert found == pytest.approx({(2, 6): 0.02, (2,): 0.03, (6, 4): 0.01})
+
+
+@alone
+def test_a_finished_run_restores_what_a_hook_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make(tmp_path, Widens(), Fit())
+    whole.run()
+    monkeypatch.setenv("HEADWAY_RUN", str(whole.directory.path))
+    again = make(tmp_path, Widens(), Fit())
+    again.run()
+    assert len(again.directory.info()["attempts"]) == 1, "nothing is trained"
+    assert all(torch.equal(weights(again)[name], value) for name, value in weights(whole).items())
 
 
 @alone

@@ -338,8 +338,9 @@ class Pipeline(EvaluationMethods, TrackerMethods):
                 run.media.begin(run.steps_done)
             for stage in self.stages:
                 state = stage._loop
-                if state.ended:
-                    continue  # in an earlier attempt
+                if state.ended:  # in an earlier attempt
+                    run.repeat_pre_stage(state)
+                    continue
                 with run.running_stage(state):
                     for _ in loop.epochs(state):
                         stage.run_epoch()

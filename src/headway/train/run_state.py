@@ -210,6 +210,13 @@ class RunState:
                 self.checkpointer.after_stage(state, hooked=hooked)
         self.current_stage = None
 
+    def repeat_pre_stage(self, state: LoopState) -> None:
+        """Calls `pre_stage` of a stage that an earlier attempt has ended: later ones may train what it has made."""
+        self.current_stage = state.stage
+        with state.running():
+            self.run_hook("pre_stage", state.stage)
+        self.current_stage = None
+
     # --- epochs and log points
 
     def begin_epoch(self, state: LoopState) -> None:

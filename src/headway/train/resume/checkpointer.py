@@ -150,8 +150,9 @@ class Checkpointer:
         """Restores the checkpoint that `start` has found, if it has not been restored yet.
 
         Called where training resumes: after the hooks that had ended before the save, which have been called again, and
-        before those that had not begun. With a checkpoint from before the first epoch of a stage, that is before its
-        `pre_stage`; from between two epochs, before `pre_epoch`; from within an epoch, after it.
+        before those that had not begun. Of stages that had ended, only `pre_stage` is called. With a checkpoint from
+        before the first epoch of a stage, that is before its `pre_stage`; from between two epochs, before `pre_epoch`;
+        from within an epoch, after it.
         """
         restore, self._unrestored = self._unrestored, None
         if restore is not None:
@@ -198,6 +199,8 @@ class Checkpointer:
                 'from: to train again, pass resume="never" or choose a new run directory'
             )
         self._restore_position(loaded)
+        for stage in self.run.stage_states:
+            self.run.repeat_pre_stage(stage)
         self._restore(loaded)
         self.rank_state.restore_rng()
         self.run.join_streams()

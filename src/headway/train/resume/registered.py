@@ -71,6 +71,9 @@ class RegisteredSettings:
         self._groups = {
             name: list(map(_of_group, each.param_groups)) for name, each in pipe.optimizers.items()
         }
+        self._owners = {name: _owners(each.param_groups) for name, each in pipe.optimizers.items()}
+        self._positions = {name: list(range(len(groups))) for name, groups in self._groups.items()}
+        """where each registered group is in the optimizer, which may have others by now"""
         self._attributes = {name: dict(_attributes(each)) for name, each in pipe.schedulers.items()}
         self.settings: SettingsByOwner = {
             "optimizer": {name: _collapse(groups) for name, groups in self._groups.items()},
@@ -97,6 +100,7 @@ class RegisteredSettings:
 
         Call it on all ranks, after the checkpoint is restored.
         """
+        self._match_groups()
         differences = list(_compare(saved, self.settings))
         kept = [each for each in differences if self._is_saved(each)]
         now = [each for each in differences if each not in kept]
@@ -130,6 +134,19 @@ class RegisteredSettings:
                 words.append(f"{name}{of}: {_short(now)} instead of {_short(before)}")
         return shorten_list(words, _MAX_NAMED)
 
+    def _match_groups(self) -> None:
+        """Brings the registered groups into the order of the checkpoint, in which the optimizers have theirs now."""
+        for name, optimizer in self._pipe.optimizers.items():
+            found = dict[int, int]()  # the positions of registered groups, by number
+            for position, group in enumerate(optimizer.param_groups):
+                for p in group["params"][:1]:
+                    if (number := self._owners[name].get(id(p))) is not None:
+                        found.setdefault(number, position)  # a hook may have split it
+            if len(found) == len(self._groups[name]):  # else one has no parameters
+                self._positions[name] = list(found.values())
+                self._groups[name] = [self._groups[name][number] for number in found]
+                self.settings["optimizer"][name] = _collapse(self._groups[name])
+
     def _apply(self, differences: Sequence[Difference]) -> None:
         """Applies settings, to the groups that the script has registered: hooks may have added others."""
         moved = set[str]()
@@ -146,15 +163,23 @@ class RegisteredSettings:
                 moved.add(each.owner)
             else:
                 groups = self._pipe.optimizers[each.owner].param_groups
-                for group, settings in zip(groups, self._groups[each.owner], strict=False):
-                    group[each.name] = deepcopy(settings[each.name])
+                for position, settings in self._placed(each.owner):
+                    groups[position][each.name] = deepcopy(settings[each.name])
         for name in moved:
-            optimizer, registered = self._pipe.optimizers[name], self._groups[name]
-            own = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-            new = [float(settings["lr"]) for settings in registered] + own[len(registered) :]
-            old = before[name] if isinstance(before[name], list) else [before[name]] * len(registered)
-            old = [*old[: len(registered)], *own[min(len(old), len(registered)) :]]
+            optimizer, was = self._pipe.optimizers[name], before[name]
+            old = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+            new = list(old)
+            for number, (position, settings) in enumerate(self._placed(name)):
+                new[position] = float(settings["lr"])
+                if not isinstance(was, list):
+                    old[position] = was
+                elif number < len(was):
+                    old[position] = was[number]
             _set_rates(optimizer, self._pipe.schedulers.get(name), old, new)
+
+    def _placed(self, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yields the settings of each registered group of an optimizer, and where it is among all groups."""
+        return zip(self._positions[name], self._groups[name], strict=True)
 
 
 # --- what is compared
@@ -168,6 +193,11 @@ def _of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in found.items()
     }
+
+
+def _owners(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Returns the number of the group of each parameter, by the id of the object."""
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
 
 def _collapse(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -290,7 +320,7 @@ def _set_rates(
         found = _rates_now(scheduler)
         # a schedule that builds on the last rate is in proportion to the first one
         scaled = [float(g["lr"]) * n / b if b else n for g, n, b in zip(groups, new, before, strict=True)]
-        rates = scaled if found is None else found
+        rates = scaled if found is None else [*found, *scaled[len(found) :]]  # a hook may have added groups
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = _like(group["lr"], float(rate))
     if scheduler is not None:
@@ -306,7 +336,7 @@ def _set_base(scheduler: LRScheduler, new: Sequence[float]) -> None:
     for part in getattr(scheduler, "_schedulers", ()):
         _set_base(part, new)
     if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = list(new)
+        scheduler.base_lrs = list(new[: len(scheduler.base_lrs)])
 
 
 def _rates_now(scheduler: LRScheduler) -> list[Any] | None:
