@@ -33,6 +33,8 @@ def problem(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "parameter without a shape", "call the model once before you save it"
     if tensor.is_meta:
         return "meta tensor", "give it values"
+    if tensor.is_nested:
+        return "nested tensor", "save its values and offsets"
     if tensor.layout is not torch.strided:
         return f"{tensor.layout} tensor", "convert it to a dense tensor"
     if tensor.dtype not in NAMES:

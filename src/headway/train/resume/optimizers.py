@@ -7,6 +7,8 @@ around this one may hold.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import copy
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, zeros
 from torch.optim import Optimizer
 
+from headway.checkpoint.write import comparison
 from headway.errors import UsageError
 
 STRAY = (
@@ -25,6 +28,8 @@ STRAY = (
 )
 _AS_SAVED = 'create it as in the saved run, or start a new run with resume="never"'
 _STATE, _GROUPS = "state", "param_groups"
+_COMPARED_ELEMENTS = 1 << 20
+"""elements of tensors that are compared between ranks: what an optimizer computes of its own is small"""
 
 Names = Mapping[int, str]
 """the names of parameters by the ids of the objects"""
@@ -79,7 +84,8 @@ def load(optimizer: Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
     ]
     state = {number[key]: values for key, values in saved["state"].items()} | saved["keyed"]
     given = {_STATE: state, _GROUPS: groups, **saved["other"]}
-    with _keeping_objects(optimizer):
+    with _keeping_objects(optimizer), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values")  # what torch casts is put back
         optimizer.load_state_dict(_copy_containers(given))
     _put_back(optimizer.state_dict(), {key: value for key, value in given.items() if key != _GROUPS})
 
@@ -135,6 +141,24 @@ def contribution(state: Mapping[str, Any], whole: Set[str]) -> dict[str, Any]:
     others = {part: _select(state[part], whole=False) for part in ("other", "keyed")}
     parts = {"state": {key: values for key, values in per_parameter.items() if values}, **others}
     return {part: values for part, values in parts.items() if values}
+
+
+def fingerprints(packed: Mapping[str, Any], synced: Set[str]) -> dict[str, int]:
+    """Returns a number for each value and small tensor that must be equal on all ranks, by path.
+
+    `synced` are the parameters that all ranks train with the same gradients. An optimizer that has others may have
+    other settings on each rank, too.
+    """
+    parts: dict[str, Any] = {"state": {key: each for key, each in packed["state"].items() if key in synced}}
+    if all(key in synced for group in packed["groups"] for key in group["params"]):
+        parts |= {key: packed[key] for key in ("keyed", "other", "groups")}
+    return {
+        path: zlib.crc32(repr(comparison.describe(value)).encode())
+        for part, values in parts.items()
+        for path, value in _leaves(values, part)
+        if not isinstance(value, Tensor)
+        or (not isinstance(value, DTensor) and value.numel() <= _COMPARED_ELEMENTS)
+    }
 
 
 def empty_shards(

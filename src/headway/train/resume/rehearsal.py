@@ -10,6 +10,7 @@ has them (`checkpoint.write.read_back`).
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -65,35 +66,67 @@ class Rehearsal:
         self.before_save()
 
     def before_save(self) -> None:
-        """Proves the optimizers that have created their state since the first step."""
+        """Proves the optimizers that have created their state since the first step, and that ranks have the same."""
         if self._unproven:
-            done = self._agree("prove the state of optimizers", self._prove_optimizers)
-            self._unproven -= set(done)
+            found = self._agree("prove the state of optimizers", self._prove_optimizers)
+            self._unproven -= {name for digests in found for name in digests}
+            self._check_equal(found)
 
-    def _agree(self, task: str, prove: Callable[[], list[str]]) -> list[str]:
-        """Returns what is proven on any rank; raises the first problem of any rank on all."""
+    def _agree(self, task: str, prove: Callable[[], dict[str, int]]) -> list[dict[str, int]]:
+        """Returns what each rank has found; raises the first problem of any rank on all."""
 
-        def attempt() -> tuple[str | None, list[str]]:
+        def attempt() -> tuple[str | None, dict[str, int]]:
             try:
                 with temporary_state(None, self._pipe.device):
                     return None, prove()
             except UsageError as error:
-                return str(error), []
+                return str(error), {}
 
         found = RankExchange(task).all_gather(attempt)
         if problems := [problem for problem, _ in found if problem is not None]:
             raise UsageError(problems[0])
-        return [name for _, names in found for name in names]
+        return [digests for _, digests in found]
 
-    def _prove_optimizers(self) -> list[str]:
-        ready = [name for name in self._unproven if self._pipe.optimizers[name].state]
+    def _prove_optimizers(self) -> dict[str, int]:
+        """Returns a digest of each optimizer that has state."""
+        ready = [name for name in sorted(self._unproven) if self._pipe.optimizers[name].state]
         self._prove([part for part in self._optimizers() if part.name in ready])
-        return ready
+        if self._pipe.world.world_size == 1:
+            return dict.fromkeys(ready, 0)
+        return {name: zlib.crc32(json.dumps(self._fingerprints(name)).encode()) for name in ready}
 
-    def _prove(self, parts: list[_Part]) -> list[str]:
+    def _check_equal(self, digests: list[dict[str, int]]) -> None:
+        """Raises `UsageError` on all ranks if an optimizer differs between ranks: a checkpoint has that of rank 0."""
+        unequal = [
+            name
+            for name in sorted(self._pipe.optimizers)
+            if len({of_rank[name] for of_rank in digests if name in of_rank}) > 1
+        ]
+        for name in unequal[:1]:
+            with temporary_state(None, self._pipe.device):
+                first, *others = RankExchange("compare optimizers").all_gather(
+                    partial(self._fingerprints, name)
+                )
+            rank, path = next(
+                (rank, path)
+                for rank, other in enumerate(others, 1)
+                for path in {**first, **other}
+                if first.get(path) != other.get(path)
+            )
+            raise UsageError(
+                f"optimizer {name!r} has another {path!r} on rank {rank} than on rank 0, and a checkpoint holds only "
+                "that of rank 0: compute it from what all ranks have, or keep it in an object of its own, with "
+                "pipe.register_rank_state()"
+            )
+
+    def _fingerprints(self, name: str) -> dict[str, int]:
+        packed = optimizers.pack(name, self._pipe.optimizers[name], state.parameter_names(self._pipe))
+        return optimizers.fingerprints(packed, state.synced_parameters(self._pipe))
+
+    def _prove(self, parts: list[_Part]) -> dict[str, int]:
         for part in parts:
             _try(part)
-        return []
+        return {}
 
     def _optimizers(self) -> Iterator[_Part]:
         names = state.parameter_names(self._pipe)

@@ -213,14 +213,7 @@ def contribution(pipe: Pipeline, state: dict[str, Any], *, from_root: bool) -> d
     """Returns the part of the state that this rank adds to the common checkpoint; with `from_root`, only its shards."""
     if pipe.world.rank == 0:
         return state
-    equal = {
-        id(p)
-        for model in pipe.registered_models.values()
-        if model.synced and not from_root
-        for p in model.bare.parameters()
-    }
-    names = parameter_names(pipe)
-    kept = {names[key] for key in equal}
+    kept = set[str]() if from_root else synced_parameters(pipe)
 
     def contributes(name: str, value: object) -> bool:
         return isinstance(value, DTensor) or (isinstance(value, Tensor) and name in kept)
@@ -273,6 +266,13 @@ def named_parameters(pipe: Pipeline) -> dict[str, nn.Parameter]:
         for name, model in pipe.registered_models.items()
         for key, parameter in model.bare.named_parameters()
     }
+
+
+def synced_parameters(pipe: Pipeline) -> set[str]:
+    """Returns the names of the parameters whose gradients are the same on all ranks."""
+    names = parameter_names(pipe)
+    synced = [model for model in pipe.registered_models.values() if model.synced]
+    return {names[id(p)] for model in synced for p in model.bare.parameters()}
 
 
 def parameter_names(pipe: Pipeline) -> dict[int, str]:
