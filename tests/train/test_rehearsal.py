@@ -80,6 +80,15 @@ class Picky(SGD):
         super().load_state_dict(state)
 
 
+class Stale(SGD):
+    """A parameter was replaced, but its state is still there."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        self.state[nn.Parameter(torch.ones(2))]["x"] = 1
+        return found
+
+
 class Late(Picky):
     """Has no state in the first steps."""
 
@@ -169,6 +178,7 @@ def test_a_scheduler_is_tried_before_the_first_step(tmp_path: Path) -> None:
             "optimizer 'it' could not be resumed, since 'other.calls' differs after load_state_dict",
         ),
         (Picky, 1, r"optimizer 'it' does not accept .*KeyError: 'exp_avg'"),
+        (Stale, 1, "optimizer 'it' has state of a parameter that is in none of its groups"),
         (Late, 4, r"optimizer 'it' does not accept .*KeyError: 'exp_avg'"),
     ],
 )

@@ -136,11 +136,26 @@ class HeldInEval(Fit):
 class Widens(Fit):
     """Another shape, which only the hook of the first stage makes; later stages train it."""
 
-    def pre_stage(self) -> None:
-        super().pre_stage()
+    def widen(self) -> None:
         if self is self.pipe.stages[0]:
             self.net[0], self.net[2] = nn.Linear(4, 9), nn.Linear(9, 2)
             self.optimizer.param_groups[0]["params"] = list(self.net.parameters())
+            self.optimizer.state.clear()
+
+    def pre_stage(self) -> None:
+        super().pre_stage()
+        self.widen()
+
+
+class WidensAfter(Widens):
+    """A resumed run would not make this shape."""
+
+    def pre_stage(self) -> None:
+        Fit.pre_stage(self)
+
+    def post_stage(self) -> None:
+        super().post_stage()
+        self.widen()
 
 
 class Growing(nn.Module):
@@ -329,6 +344,18 @@ def test_a_finished_run_restores_what_a_hook_has_made(
     again.run()
     assert len(again.directory.info()["attempts"]) == 1, "nothing is trained"
     assert all(torch.equal(weights(again)[name], value) for name, value in weights(whole).items())
+
+
+@alone
+@pytest.mark.parametrize(("kind", "count"), [(Widens, 0), (WidensAfter, 1)])
+def test_shapes_that_a_resume_would_not_make_are_named_when_they_are_saved(
+    kind: type[Fit], count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, kind(), kind()).run()
+    said = " ".join(capfd.readouterr().err.split())
+    named = "parameters have other shapes than pre_run and pre_stage made (net.0.weight, net.0.bias, net.2.weight)"
+    assert said.count(named) == count
+    assert said.count("other shapes") == count
 
 
 @alone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -199,7 +199,7 @@ class RunState:
             self.checkpointer.resume()
         display = self.reporter.displaying(state)
         with state.running(), display, explain_out_of_memory(state), profiling(state):
-            self.run_hook("pre_stage", state.stage)
+            self._run_pre_stage(state)
             yield
             if self.checkpointer:
                 self.checkpointer.resume()  # if only the hook was left to run
@@ -214,8 +214,12 @@ class RunState:
         """Calls `pre_stage` of a stage that an earlier attempt has ended: later ones may train what it has made."""
         self.current_stage = state.stage
         with state.running():
-            self.run_hook("pre_stage", state.stage)
+            self._run_pre_stage(state)
         self.current_stage = None
+
+    def _run_pre_stage(self, state: LoopState) -> None:
+        with self.checkpointer.shapes.in_pre_stage() if self.checkpointer else nullcontext():
+            self.run_hook("pre_stage", state.stage)
 
     # --- epochs and log points
 

@@ -41,7 +41,7 @@ from headway.system.log import logger
 from headway.system.text import format_duration
 from headway.train.loop_state import SAVE, LoopState, StageStatus
 from headway.train.metrics.meter import LogPoint, Value
-from headway.train.resume import attempts, end_of_run, rank_states, state
+from headway.train.resume import attempts, end_of_run, modules, rank_states, state
 from headway.train.resume.lead_time import LeadTime
 from headway.train.resume.positions import RankState
 from headway.train.resume.registered import RegisteredSettings, SettingsByOwner
@@ -89,6 +89,7 @@ class Checkpointer:
         self._before_validation: dict[str, Any] | None = None
         self._lead_time = LeadTime()
         self.rank_state, self._unsaved = RankState(run), UnsavedState(run)
+        self.shapes = modules.ModelShapes(run.pipe)
 
     # --- around a run
 
@@ -125,6 +126,7 @@ class Checkpointer:
         self._registered = registered.settings
         loaded = self._find(choice)
         self._unsaved.begin()
+        self.shapes.begin()
         self._fingerprints = from_root(partial(state.compare_datasets, self.pipe, loaded and loaded.state))
         if loaded is None and choice.why != NEW:
             from_root(partial(attempts.check_not_lost, self.pipe.directory, self._attempt))
@@ -484,6 +486,7 @@ class Checkpointer:
         self._rehearsal.before_save()
         state.check_weights(self.run)
         self._unsaved.check()
+        self.shapes.check()
         facts = self._before_validation or self.rank_state.capture()
         shared = self._metrics.state_dict() | {"seed": torch.initial_seed(), "datasets": facts["shared"]}
         shared |= {"fingerprints": self._fingerprints, "adapters": state.adapters(pipe)}

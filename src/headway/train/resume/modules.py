@@ -1,14 +1,21 @@
-"""What training may change in the modules of a model besides values: frozen parameters, modes, shapes of buffers."""
+"""What training may change in the modules of a model besides values: frozen parameters, modes, shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from headway.system.log import logger
+from headway.system.text import shorten_list
 from headway.train.model.modes import restore_modes
+
+if TYPE_CHECKING:
+    from headway.train.pipeline import Pipeline
 
 
 def pack(model: nn.Module) -> dict[str, Any]:
@@ -54,6 +61,47 @@ def make_buffers(
         modules[prefix].register_buffer(name, empty)
         made.append(path)
     return made
+
+
+@final
+class ModelShapes:
+    """The shapes of parameters that a resumed run has when it restores them: those of the script and of `pre_stage`."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._expected: dict[str, tuple[int, ...] | None] = {}
+
+    def begin(self) -> None:
+        """Notes the shapes with which training begins, after `pre_run`."""
+        self._expected = self._find()
+
+    @contextmanager
+    def in_pre_stage(self) -> Iterator[None]:
+        """Surrounds a `pre_stage`, which a resumed run calls again, so it may make other parameters."""
+        before = self._find()
+        yield
+        after = self._find()
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                self._expected[name] = after.get(name)
+
+    def check(self) -> None:
+        """Names, once, the parameters that the hooks of a resumed run would not make."""
+        here = self._find()
+        changed = [name for name in {**self._expected, **here} if here.get(name) != self._expected.get(name)]
+        if changed and self._pipe.world.is_root:
+            logger.warning(
+                f"parameters have other shapes than pre_run and pre_stage made ({shorten_list(changed)}): a resume "
+                "calls only these hooks before it loads the checkpoint; change the shapes there"
+            )
+        self._expected = here
+
+    def _find(self) -> dict[str, tuple[int, ...] | None]:
+        return {
+            f"{name}.{key}": None if is_lazy(p) else tuple(p.shape)
+            for name, model in self._pipe.registered_models.items()
+            for key, p in model.bare.named_parameters()
+        }
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

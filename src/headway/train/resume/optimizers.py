@@ -49,7 +49,16 @@ def pack(name: str, optimizer: Optimizer, names: Names) -> dict[str, Any]:
     """Returns the optimizer's state under the names of parameters; "other" has all that is not of one parameter."""
     if is_stray(optimizer, names):
         raise UsageError(f"optimizer {name!r} {STRAY}")
-    packed = optimizer.state_dict()
+    try:
+        packed = optimizer.state_dict()
+    except KeyError as error:
+        ids = {id(p) for p in find_parameters(optimizer)}
+        if not any(isinstance(key, Tensor) and id(key) not in ids for key in optimizer.state):
+            raise
+        raise UsageError(
+            f"optimizer {name!r} has state of a parameter that is in none of its groups: delete it from "
+            "optimizer.state where the parameter is replaced"
+        ) from error
     _check_keys(name, packed, {id(p) for p in find_parameters(optimizer)})
     order = [names[id(p)] for p in find_parameters(optimizer)]
     groups = packed.get(_GROUPS, optimizer.param_groups)
