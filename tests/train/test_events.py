@@ -60,12 +60,14 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
         pipe.run()
     events = events_of(pipe.directory)
     kinds = [event["kind"] for event in events]
-    assert kinds == ["start", "checkpoint", "stage", "warning", "weights", "checkpoint", "failed"]
-    found = dict(zip(kinds, events, strict=True))
+    assert kinds == ["start", "checkpoint", "stage", "warning", "weights", "warning", "checkpoint", "failed"]
+    assert "(train.taken)" in events[5]["text"], "of the loader, which no checkpoint has"
+    found = dict(zip(kinds, events, strict=True)) | {"warning": events[3]}
     assert found["stage"] | {"total_steps": 24, "first_step": 0, "max_epochs": 3} == found["stage"]
     assert found["weights"]["weights"] == {"web": 0.25, "books": 0.75} and found["weights"]["step"] == 6
     assert found["checkpoint"]["step"] == 8 and found["checkpoint"]["bytes"] > 0
-    assert found["warning"]["text"] == "the loss is high; token=[redacted]", "neither colors nor secrets"
+    said = "the \\x1b[31mloss\\x1b[0m is high; token=[redacted]"
+    assert found["warning"]["text"] == said, "neither colors nor secrets"
     assert found["failed"]["exit_code"] == 1 and "ValueError('too hot')" in found["failed"]["text"]
     hw.dist.leave()
     again = make_pipe(tmp_path)
@@ -74,7 +76,14 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     again.enable_checkpointing(every="1h", background=False)
     assert again.run().path == pipe.directory.path
     rest = events_of(pipe.directory)[len(events) :]
-    assert [event["kind"] for event in rest] == ["restart", "stage", "weights", "checkpoint", "done"]
+    assert [event["kind"] for event in rest] == [
+        "restart",
+        "stage",
+        "weights",
+        "warning",
+        "checkpoint",
+        "done",
+    ]
     assert {event["attempt"] for event in rest} == {2}
     assert rest[1]["first_step"] == 0 and rest[1]["step"] > 8, "the stage began before the restart"
 
