@@ -17,6 +17,7 @@ def test_two_nodes_are_examined_by_a_job_of_its_own(cluster: Cluster) -> None:
     command = [HEADWAY, "doctor", "--nodes", "2", "--json", "--data", str(cluster.work / "nowhere")]
     done = cluster.run(command, timeout=100)
     assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout, done.stderr
     facts = json.loads(done.stdout)
     assert [node["host"] for node in facts["nodes"]] == ["n1", "n2"]
     lines = {check["name"]: check for check in facts["checks"]}

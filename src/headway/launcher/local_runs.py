@@ -64,8 +64,7 @@ def run_sweep(script: Script, specs: Sequence[str], *, nproc: int = 1) -> int:
 
 def _agent_in(run: Run, program: Program) -> Agent:
     """Returns the agent of ranks that train in this run directory."""
-    if run.info()["code"].get("snapshot"):
-        workspace.prepare(run)
+    workspace.prepare(run)
     environ = program.environment(os.environ) | {environment.RUN: str(run.path)}
     return Agent(program.command, nproc=program.nproc, environ=environ, cwd=program.cwd)
 

@@ -30,8 +30,11 @@ _MAX_LINKS = 5_000
 def prepare(run: Run) -> None:
     """Makes the directory in which the ranks start, or adds what is new since the last start.
 
-    All nodes of a job may do it at the same time, and need it complete.
+    All nodes of a job may do it at the same time, and need it complete. Jobs of headway's own, such as the examination
+    of nodes, have no copy of code.
     """
+    if not run.info()["code"].get("snapshot"):
+        return
     code = load(run)
     if code.start == code.directory:
         return  # the files are run where they are
