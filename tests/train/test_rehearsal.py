@@ -107,6 +107,7 @@ def make(
     scheduler: Any = None,
     parallel: Any = "ddp",
     net: nn.Module | None = None,
+    background: bool = False,
 ) -> tuple[Pipeline, Fit]:
     hw.seed(3)
     pipe, stage = Pipeline(name="tried", root=folder), Fit()
@@ -117,7 +118,7 @@ def make(
     if thing is not None:
         pipe.register_state("thing", thing)
     pipe.append_stage(stage, max_epochs=1)
-    pipe.enable_checkpointing(every=4, background=False)
+    pipe.enable_checkpointing(every=4, background=background)
     return pipe, stage
 
 
@@ -307,6 +308,31 @@ def test_a_trial_changes_nothing(tmp_path: Path) -> None:
             (pipe.models["net"].weight.tolist(), random.getstate(), np.random.get_state()[1].tolist())
         )  # type: ignore[index]
     assert found[0][0] == found[1][0], "nor may a save"
+
+
+class Rounds(Tensor):
+    """A type of tensor that copies other values than it has."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.copy_, Tensor.cpu):
+            args = tuple(each.round() if isinstance(each, Rounds) else each for each in args)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@alone
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_not_read_back_as_it_was_ends_the_run(background: bool, tmp_path: Path) -> None:
+    odd = torch.Tensor._make_subclass(Rounds, torch.full((3,), 0.3))
+    pipe, stage = make(tmp_path, lambda params: Odd(params, {"x": odd}), background=background)
+    named = r"'optimizers\.it\.state\.net\.weight\.odd\.x' differs when it is read back"
+    with pytest.raises(UsageError, match=named):
+        pipe.run()
+    assert pipe.directory.info()["attempts"][-1]["exit_code"] == 2
+    assert checkpoint.find_valid(pipe.directory) == pipe.directory.checkpoint_dir(0), (
+        "the one before that state"
+    )
+    assert stage.steps <= 6
 
 
 class Differs(SGD):
