@@ -337,6 +337,46 @@ def test_names_that_leave_the_tree_are_refused(name: str, project: Path, run: Ru
     assert list(run.code_dir.iterdir()) == []
 
 
+def test_a_record_of_the_code_has_nothing_from_outside_the_tree(project: Path, tmp_path: Path) -> None:
+    """`git diff` showed a file of the user, named in the index by its absolute path, as an uncommitted change."""
+    (tmp_path / "victim").write_text("mine")
+    add_to_index(project, str(tmp_path / "victim"))
+    state = describe(project)
+    assert "mine" not in state.diff and state.dirty is None and "which git never writes" in (state.note or "")
+
+
+@pytest.mark.parametrize("mark", ["--assume-unchanged", "--skip-worktree"])
+def test_a_change_that_git_was_told_to_overlook_is_a_change(mark: str, project: Path, run: Run) -> None:
+    (project / "model.py").write_text("size = 2\n")
+    git(project, "update-index", mark, "model.py")
+    index = (project / ".git" / "index").read_bytes()
+    state = describe(project)
+    assert state.dirty and "+size = 2" in state.diff and state.note is None
+    with pytest.raises(UsageError, match="changes that are not committed"):
+        take(run, "train.py", dirty="refuse")
+    assert (project / ".git" / "index").read_bytes() == index
+
+
+def test_a_file_outside_a_sparse_checkout_is_not_a_change(project: Path) -> None:
+    (project / "package").mkdir()
+    (project / "package" / "inner.py").touch()
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "package")
+    git(project, "sparse-checkout", "set", "--no-cone", "/*.py")
+    assert not (project / "package").exists()
+    state = describe(project)
+    assert state.dirty is False and state.diff == "" and state.note is None
+
+
+def test_code_of_which_git_cannot_say_whether_it_changed_is_refused(project: Path, run: Run) -> None:
+    """It counted as unchanged, such as where `git status` takes longer than its time."""
+    tree = git(project, "rev-parse", "HEAD^{tree}")
+    (project / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    assert describe(project).dirty is None
+    with pytest.raises(UsageError, match=r"git cannot say whether .* has changes"):
+        take(run, "train.py", dirty="refuse")
+
+
 def test_a_submodule_below_a_link_is_left_alone(project: Path, tmp_path: Path, run: Run) -> None:
     """Its index has names with `..`, and its path leads through a link: the copy was written beside the repository."""
     elsewhere = tmp_path / "elsewhere"

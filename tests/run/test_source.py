@@ -34,7 +34,8 @@ def git(path: Path, *command: str) -> str:
 
 
 def test_clean_repository(repository: Path) -> None:
-    assert describe(repository) == SourceState(commit=git(repository, "rev-parse", "HEAD"), branch="main")
+    head = git(repository, "rev-parse", "HEAD")
+    assert describe(repository) == SourceState(commit=head, branch="main", dirty=False)
 
 
 def test_changes_untracked_files_and_a_directory_below(repository: Path) -> None:

@@ -24,6 +24,7 @@ from headway.system.git import (
     Repository,
     open_repository,
     open_submodule,
+    without_marks,
 )
 from headway.system.redact import redact
 
@@ -43,8 +44,8 @@ class SourceState:
     """Full hash; None without a repository or before its first commit."""
     branch: str | None = None
     """None when no branch is checked out."""
-    dirty: bool = False
-    """Whether tracked files differ from the commit."""
+    dirty: bool | None = None
+    """Whether tracked files differ from the commit; None without a repository, or if git could not tell."""
     untracked: tuple[str, ...] = ()
     """Names of untracked files and directories, at most 200."""
     diff: str = ""
@@ -81,7 +82,7 @@ def describe(
     return SourceState(
         commit=commit,
         branch=changes.branch,
-        dirty=changes.is_dirty,
+        dirty=changes.is_dirty or (None if changes.is_unknown else False),
         untracked=tuple(changes.untracked[:most_untracked]),
         diff=redact(changes.diff[:longest_diff_bytes].decode(errors="surrogateescape")),
         note="; ".join(notes) or None,
@@ -96,11 +97,14 @@ class _Changes:
     prefix: str = ""
     branch: str | None = None
     is_dirty: bool = False
+    is_unknown: bool = False
+    """whether git could not tell of all files if they have changed"""
     untracked: list[str] = field(default_factory=list)
     diff: bytes = b""
 
     def read(self, entries: Iterable[bytes], same: Collection[bytes]) -> None:
         """Reads the output of `git status`; files that are the `same` do not count."""
+        self.is_unknown = False
         for entry in entries:
             if entry.startswith(b"# branch.head "):
                 branch = entry.removeprefix(b"# branch.head ").decode(errors="backslashreplace")
@@ -113,6 +117,7 @@ class _Changes:
     def add(self, inner: _Changes) -> None:
         """Adds the changes of a submodule."""
         self.is_dirty |= inner.is_dirty
+        self.is_unknown |= inner.is_unknown
         self.untracked += inner.untracked
         self.diff += inner.diff
 
@@ -124,24 +129,38 @@ def _changes(
 
     git itself would examine submodules by their own configuration, so each is opened as a repository of its own.
     """
-    changes = _Changes(prefix=prefix)
-    same: list[bytes] = []
-    with _noting(notes, prefix):
-        status = ("status", "--porcelain=v2", "--branch", "-z", "--ignore-submodules=dirty", "--no-renames")
-        entries = repository.ask(*status, timeout_s=timeout_s).split(b"\0")
-        same = list(_unchanged_lfs_files(repository, entries, timeout_s))
-        changes.read(entries, same)
-    with _noting(notes, prefix):
-        options = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
-        prefixes = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
-        left_out = (f":(exclude,literal,top){os.fsdecode(name)}" for name in same)
-        base = "HEAD" if commit else "--cached"
-        changes.diff = repository.ask("diff", *options, *prefixes, base, "--", *left_out, timeout_s=timeout_s)
+    changes = _Changes(prefix=prefix, is_unknown=True)
+    with _noting(notes, prefix), without_marks(repository, timeout_s=timeout_s) as marked:
+        same: list[bytes] = []
+        with _noting(notes, prefix):
+            status = (
+                "status",
+                "--porcelain=v2",
+                "--branch",
+                "-z",
+                "--ignore-submodules=dirty",
+                "--no-renames",
+            )
+            entries = marked.ask(*status, timeout_s=timeout_s).split(b"\0")
+            same = list(_unchanged_lfs_files(marked, entries, timeout_s))
+            changes.read(entries, same)
+        with _noting(notes, prefix):
+            options = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=dirty")
+            prefixes = (f"--src-prefix=a/{prefix}", f"--dst-prefix=b/{prefix}")
+            left_out = (f":(exclude,literal,top){os.fsdecode(name)}" for name in same)
+            base = "HEAD" if commit else "--cached"
+            diff = ("diff", *options, *prefixes, base, "--", *left_out)
+            changes.diff = marked.ask(*diff, timeout_s=timeout_s)
     with _noting(notes, prefix):
         for module in repository.submodules(timeout_s=timeout_s):
+            inner_changes = _Changes(is_unknown=True)
             with _noting(notes, prefix), open_submodule(repository, module, timeout_s=timeout_s) as inner:
-                if inner is not None:
-                    changes.add(_changes(inner, inner.commit(), timeout_s, notes, f"{prefix}{module}/"))
+                inner_changes = (
+                    _changes(inner, inner.commit(), timeout_s, notes, f"{prefix}{module}/")
+                    if inner is not None
+                    else _Changes()
+                )
+            changes.add(inner_changes)
     return changes
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, final
 
@@ -66,6 +67,8 @@ _LOCATIONS = (  # git sets them for its hooks; they would lead to another reposi
     "GIT_SHALLOW_FILE",
     "GIT_WORK_TREE",
 )
+_SEPARATORS = {"--stage": "\t", "-v": " "}
+"""what separates a name from the facts before it, with these options of `git ls-files`"""
 
 
 class GitFailure(Exception):
@@ -82,6 +85,8 @@ class Repository:
     git_dir: Path
     common_dir: Path | None = None
     """the private directory with the settings; None for a repository of our own"""
+    index: Path | None = None
+    """another index than the repository's own; see `without_marks`"""
 
     def ask(
         self,
@@ -98,12 +103,24 @@ class Repository:
         variables = {"GIT_DIR": str(self.git_dir), "GIT_WORK_TREE": str(self.root)}
         if self.common_dir is not None:
             variables["GIT_COMMON_DIR"] = str(self.common_dir)
+        if self.index is not None:
+            variables["GIT_INDEX_FILE"] = str(self.index)
         return _run(self.root, command, variables, timeout_s, given=given, into=into, status=status)
 
-    def names(self, *command: str, timeout_s: float = TIMEOUT_S) -> list[str]:
-        """Returns the names that a command with `-z` prints, each once."""
-        out = self.ask(*command, timeout_s=timeout_s)
-        return list(dict.fromkeys(os.fsdecode(name) for name in out.split(b"\0") if name))
+    def list_files(self, *options: str, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+        """Returns the names that `git ls-files` prints, each with what a format puts before it.
+
+        A name that leaves the work tree is a `GitFailure`: git would read, and headway copy, whatever it leads to.
+        """
+        out = os.fsdecode(self.ask("ls-files", "-z", *options, timeout_s=timeout_s))
+        separator = next((_SEPARATORS[option] for option in options if option in _SEPARATORS), None)
+        entries = (entry.partition(separator) if separator else ("", "", entry) for entry in out.split("\0"))
+        listed = {name: facts for facts, _, name in entries if name}
+        if odd := next((name for name in listed if not _is_safe_name(name.removesuffix("/"))), None):
+            raise GitFailure(
+                f"its index has a file named {odd!r}, which git never writes: somebody tampered with it"
+            )
+        return listed
 
     def commit(self) -> str | None:
         """Returns the full hash of the commit that is checked out; None before the first one."""
@@ -111,10 +128,8 @@ class Repository:
 
     def submodules(self, *, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
         """Returns the path and the commit of each submodule."""
-        entries = (
-            entry.partition("\t") for entry in self.names("ls-files", "-z", "--stage", timeout_s=timeout_s)
-        )
-        return {name: facts.split()[1] for facts, _, name in entries if facts.startswith("160000 ")}
+        listed = self.list_files("--stage", timeout_s=timeout_s)
+        return {name: facts.split()[1] for name, facts in listed.items() if facts.startswith("160000 ")}
 
 
 @contextmanager
@@ -153,7 +168,7 @@ def open_submodule(
 ) -> Iterator[Repository | None]:
     """Opens a submodule by its name in the index; None if it is not checked out, or not a directory but a link."""
     root = outer.root / name
-    if not is_safe_name(name) or root.resolve() != root or not os.path.lexists(root / ".git"):
+    if root.resolve() != root or not os.path.lexists(root / ".git"):
         yield None
         return
     with open_repository(root, timeout_s=timeout_s) as inner:
@@ -162,10 +177,28 @@ def open_submodule(
         yield inner
 
 
-def is_safe_name(name: str) -> bool:
-    """Whether a name stays below the work tree, and outside `.git`. `git ls-files` prints whatever the index has."""
-    parts = name.split("/")
-    return all(part not in ("", ".", "..") and part.lower() != ".git" for part in parts)
+@contextmanager
+def without_marks(repository: Repository, *, timeout_s: float = TIMEOUT_S) -> Iterator[Repository]:
+    """Yields the repository with an index in which no file on the disk has a mark that says not to look at it.
+
+    `git update-index --assume-unchanged` and `--skip-worktree` set them, and git then never reports a change.
+    """
+    listed = repository.list_files("-v", timeout_s=timeout_s)
+    marked = [name for name, mark in listed.items() if mark.islower() or mark == "S"]
+    present = [os.fsencode(name) for name in marked if os.path.lexists(repository.root / name)]
+    if not present:
+        yield repository
+        return
+    with tempfile.TemporaryDirectory(prefix="headway-git-") as private:
+        index = Path(private) / "index"
+        try:
+            shutil.copyfile(repository.git_dir / "index", index)
+        except OSError as error:
+            raise GitFailure(f"the index in {repository.git_dir} could not be copied: {error}") from error
+        copied = replace(repository, index=index)
+        for mark in ("--no-assume-unchanged", "--no-skip-worktree"):  # git clears one at a time
+            copied.ask("update-index", mark, "-z", "--stdin", given=b"\0".join(present), timeout_s=timeout_s)
+        yield copied
 
 
 def create_repository(root: Path, *, commit: str) -> Repository:
@@ -173,6 +206,12 @@ def create_repository(root: Path, *, commit: str) -> Repository:
     object_format = () if len(commit) == 40 else ("--object-format=sha256",)  # older versions lack the option
     _run(root, ("init", "--quiet", "--template=", *object_format), {}, TIMEOUT_S)
     return Repository(root=root, git_dir=root / ".git")
+
+
+def _is_safe_name(name: str) -> bool:
+    """Whether a name stays below the work tree, and outside `.git`. `git ls-files` prints whatever the index has."""
+    parts = name.split("/")
+    return all(part not in ("", ".", "..") and part.lower() != ".git" for part in parts)
 
 
 def _path_of(directory: Path, option: str, timeout_s: float) -> Path:

@@ -19,10 +19,10 @@ from typing import TypeVar, final
 
 from headway.errors import UsageError
 from headway.run import has_info
-from headway.system.git import GitFailure, Repository, is_safe_name, open_repository, open_submodule
+from headway.system.git import GitFailure, Repository, open_repository, open_submodule
 from headway.system.text import format_bytes
 
-_GIT_TIMEOUT_S = 120.0
+GIT_TIMEOUT_S = 120.0
 """git may take long in a large work tree, and no submission works without its answer"""
 _UNTRACKED_MAX_BYTES = 1 << 20
 """size of a file that git does not track; a larger one is hardly source code"""
@@ -132,7 +132,7 @@ def _with_script(code: ProjectFiles, name: str) -> ProjectFiles:
 def _work_tree(repository: Repository) -> ProjectFiles:
     """Returns the files that git tracks, and the new files that matter; submodules are work trees, too."""
     root = repository.root
-    modules = _asked(repository, lambda: repository.submodules(timeout_s=_GIT_TIMEOUT_S))
+    modules = _asked(repository, lambda: repository.submodules(timeout_s=GIT_TIMEOUT_S))
     names = {name for name in _names(repository, "--cached") if name not in modules}
     names, left_out = _files_on_disk(root, names)
     added, generated, unwanted = _new_files(repository)
@@ -275,15 +275,7 @@ def _may_read(directory: Path) -> bool:
 
 
 def _names(repository: Repository, *options: str) -> list[str]:
-    """Returns the names that `git ls-files` lists, each once: a file in conflict has several entries."""
-    command = ("ls-files", "-z", *options)
-    names = _asked(repository, lambda: repository.names(*command, timeout_s=_GIT_TIMEOUT_S))
-    if odd := next((name for name in names if not is_safe_name(name.removesuffix("/"))), None):
-        raise UsageError(
-            f"the index of {repository.root} has a file named {odd!r}, which git never writes: the repository was "
-            "tampered with, so nothing is copied from it"
-        )
-    return names
+    return list(_asked(repository, lambda: repository.list_files(*options, timeout_s=GIT_TIMEOUT_S)))
 
 
 def _asked(repository: Repository, ask: Callable[[], T]) -> T:

@@ -24,7 +24,7 @@ from typing import Literal, final
 from urllib.parse import unquote, urlsplit
 
 from headway.errors import UsageError
-from headway.launcher.code.project_files import ProjectFiles, gather
+from headway.launcher.code.project_files import GIT_TIMEOUT_S, ProjectFiles, gather
 from headway.run import Run
 from headway.run.paths import RELATIVE
 from headway.run.source import describe
@@ -153,7 +153,13 @@ def _refuse_changes(code: ProjectFiles) -> None:
             "code, or submit it as it is with --dirty snapshot"
         )
     written = [name for name in code.added if name not in code.generated]
-    if describe(code.root).dirty or written:
+    state = describe(code.root, timeout_s=GIT_TIMEOUT_S)
+    if state.dirty is None:
+        raise UsageError(
+            f"git cannot say whether {code.root} has changes ({state.note}): repair it, or submit the files as they "
+            "are with --dirty snapshot"
+        )
+    if state.dirty or written:
         new = f"new: {', '.join(written[:5])}" if written else "see git status"
         raise UsageError(
             f"{code.root} has changes that are not committed ({new}): commit them, or submit them as they are with "
