@@ -194,6 +194,7 @@ def make(
     optimizer: Callable[[nn.Module], Any] | None = None,
     frozen: tuple[int, ...] = (),
     scheduler: Any = None,
+    resume: Any = "auto",
 ) -> Pipeline:
     hw.seed(3)
     pipe = Pipeline(name="hooks", root=folder)
@@ -207,7 +208,7 @@ def make(
     pipe.register_dataset("train", loader)
     for number, stage in enumerate(stages):
         pipe.append_stage(stage, max_epochs=3, name=f"stage{number}")
-    pipe.enable_checkpointing(every=2, background=False)
+    pipe.enable_checkpointing(every=2, background=False, resume=resume)
     return pipe
 
 
@@ -334,14 +335,17 @@ def test_new_settings_are_applied_to_the_groups_of_the_script(
 
 
 @alone
-def test_a_finished_run_restores_what_a_hook_has_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = make(tmp_path, Widens(), Fit())
+def test_a_finished_run_restores_what_a_hook_has_made(tmp_path: Path) -> None:
+    class Logs(Widens):
+        def pre_stage(self) -> None:
+            super().pre_stage()
+            self.log("began", 1.0)
+
+    whole = make(tmp_path, Logs(), Fit())
     whole.run()
-    monkeypatch.setenv("HEADWAY_RUN", str(whole.directory.path))
-    again = make(tmp_path, Widens(), Fit())
+    again = make(tmp_path, Logs(), Fit(), resume=whole.directory.path)
     again.run()
+    assert again.directory.id == whole.directory.id
     assert len(again.directory.info()["attempts"]) == 1, "nothing is trained"
     assert all(torch.equal(weights(again)[name], value) for name, value in weights(whole).items())
 
