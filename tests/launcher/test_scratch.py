@@ -71,7 +71,7 @@ def test_what_belongs_to_others_is_left_alone(tmp: Path, monkeypatch: pytest.Mon
 
 
 def test_an_agent_leaves_nothing(tmp: Path) -> None:
-    assert Agent([sys.executable, "-c", "raise SystemExit(3)"], nproc=1).run() == 1
+    assert Agent([sys.executable, "-c", "raise SystemExit(3)"], nproc=1).run() == 3
     assert [path.name for path in tmp.iterdir()] == []
 
 

@@ -197,6 +197,7 @@ _ALLOWED = {
     "launcher/sweep.py": {"sweep_file"},
     "launcher/launch_function.py": {"call_dir"},
     "launcher/job_start.py": {"job_log", "submission_file"},  # fenced: "restart"
+    "launcher/code/workspace.py": {"work_dir"},  # links, which all nodes of a job may make
     "launcher/functions/worker.py": {"call_dir"},
     # of a process that evaluates, and need not hold the run: rows of its own, never those of training
     "train/evaluate/session.py": {"eval_dir", "eval_file"},
@@ -205,6 +206,7 @@ _ALLOWED = {
     "run/job_record.py": {"ended_file", "starts_file"},
     # after check_owner, is_ours or under the lock; rows of devices are fenced
     "record/devices/__main__.py": {"nodes_dir"},
+    "record/sources.py": {"sources_file"},  # of the attempt that begins, by its number
     "record/sinks/feeder.py": {"sink_file"},
     "record/sinks/replayer.py": {"sink_offset_file", "sink_media_file"},
     "train/diagnose/plan_check.py": {"plan_file"},

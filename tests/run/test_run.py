@@ -100,7 +100,7 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
         "job_file": "job.json", "submission_file": "submitted.json", "launch_dir": "launch", "ended_file": "ended.json",
         "starts_file": "starts.jsonl",
         "job_log": "log/job.txt", "sweep_file": "sweep.json", "call_dir": "call", "snapshot_dir": "code/tree",
-        "diff_file": "code/uncommitted.diff",
+        "diff_file": "code/uncommitted.diff", "work_dir": "work",
         "ledger_file": "ledger.jsonl", "tensorboard_dir": "tensorboard", "csv_file": "metrics.csv",
         "info_file": "run.json", "lock_dir": "lock", "eval_dir": "eval", "nodes_dir": "nodes",
     }  # fmt: skip

@@ -114,7 +114,7 @@ def open_tree(root: Path | int, name: str = ".", *, make: bool = False) -> Itera
 
     `make` makes the directories that are missing, for their owner only.
 
-    >>> with open_tree(Path("project")) as project, open_tree(project, "data/images") as images:
+    >>> with open_tree(Path("project")) as project, open_tree(project, "data/images") as images:  # doctest: +SKIP
     ...     os.stat("0.jpg", dir_fd=images)
     """
     fd = os.open(root, _SEARCH) if isinstance(root, Path) else os.dup(root)

@@ -24,7 +24,7 @@ class RunningClock:
 
     >>> clock = RunningClock(longest_s=5.0)
     >>> clock.tick()  # often
-    >>> clock.since(time.monotonic() - 3)
+    >>> round(clock.since(time.monotonic() - 3), 3)
     3.0
     """
 
