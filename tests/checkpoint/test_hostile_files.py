@@ -202,6 +202,31 @@ def test_weights_are_read_from_regular_files_of_a_plausible_size(
     assert "\n" not in str(caught.value)
 
 
+A = '"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+B = '"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}'
+HALF = A.replace("[0, 4]", "[2, 6]").replace('"a"', '"b"')
+LAYOUTS = {
+    "shared": (f"{{{A}, {HALF}}}", 6, "'b' begins inside another tensor"),
+    "hole": (f"{{{B}}}", 8, "'b' follows bytes of no tensor"),
+    "twice": (f"{{{A}, {B.replace('b', 'a', 1)}}}", 8, "'a' follows bytes of no tensor"),
+    "cut off": (f"{{{A}, {B}}}", 4, "4 bytes of tensors, 8 expected"),
+    "more": (f"{{{A}}}", 8, "8 bytes of tensors, 4 expected"),
+    "negative": (f"{{{A.replace('[0, 4]', '[-4, 0]')}}}", 0, "the entry of tensor 'a' is inconsistent"),
+}
+
+
+@pytest.mark.parametrize(("header", "data_bytes", "complaint"), LAYOUTS.values(), ids=LAYOUTS)
+def test_weights_whose_bytes_are_not_of_one_tensor_each_are_refused(
+    tmp_path: Path, header: str, data_bytes: int, complaint: str
+) -> None:
+    """They were loaded, with values of another tensor, and shown as if nothing was wrong; safetensors refuses them."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(data_bytes))
+    with pytest.raises(NoValidCheckpoint, match=complaint):
+        load_weights(Weights(path), {"a": torch.zeros(1), "b": torch.zeros(1)}, model="net")
+    assert main(["checkpoint", "show", str(path)]) == 86
+
+
 # --- torch files
 
 

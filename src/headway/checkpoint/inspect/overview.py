@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,14 +14,12 @@ from headway.checkpoint.format.directory import (
     list_steps,
     step_dir,
 )
+from headway.checkpoint.format.header import parse_header
 from headway.checkpoint.format.manifest import (
     INDEX,
-    ITEM_BYTES,
     LARGEST_HEADER_BYTES,
     MANIFEST,
     TensorEntry,
-    are_sizes,
-    parse_json,
     read_index,
     read_manifest,
 )
@@ -105,7 +101,8 @@ def _read_file(path: Path) -> Overview:
     with _open(path) as stream:
         beginning = stream.read(9)
         length = int.from_bytes(beginning[:8], "little")
-        limit = min(LARGEST_HEADER_BYTES, os.fstat(stream.fileno()).st_size - 8)
+        after = os.fstat(stream.fileno()).st_size - 8
+        limit = min(LARGEST_HEADER_BYTES, after)
         stream.seek(0)
         # a safetensors file may begin like a pickle, but its ninth byte opens a JSON object
         if not (2 <= length <= limit and beginning.endswith(b"{")):
@@ -116,10 +113,12 @@ def _read_file(path: Path) -> Overview:
                     f"{path} is neither a safetensors nor a torch file: only these and checkpoints can be shown"
                 )
         stream.seek(8)
-        header = parse_json(path.name, stream.read(length))
-    return Overview(
-        path=path, about={}, tensors=tuple(sorted(_summaries(header, path.name), key=lambda t: t.name))
+        entries = parse_header(path.name, stream.read(length), after - length)
+    summaries = (
+        TensorSummary(name=name, dtype=entry.dtype, shape=entry.shape, bytes=entry.end - entry.begin)
+        for name, entry in sorted(entries.items())
     )
+    return Overview(path=path, about={}, tensors=tuple(summaries))
 
 
 def _open(path: Path) -> BinaryIO:
@@ -133,19 +132,3 @@ def _open(path: Path) -> BinaryIO:
             f"{path} is neither a checkpoint nor a file: give a run, one of its checkpoints, or a file of weights"
         )
     return os.fdopen(fd, "rb")
-
-
-def _summaries(header: object, file: str) -> Iterable[TensorSummary]:
-    if not isinstance(header, dict):
-        raise DamagedCheckpoint(f"{file}: its header is not a JSON object")
-    for name, value in header.items():
-        match value:
-            case _ if name == "__metadata__":
-                continue
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-                are_sizes(shape)
-                and (dtype not in ITEM_BYTES or end - begin == math.prod(shape) * ITEM_BYTES[dtype])
-            ):
-                yield TensorSummary(name=name, dtype=dtype, shape=tuple(shape), bytes=end - begin)
-            case _:
-                raise DamagedCheckpoint(f"{file}: the entry of tensor {name!r:.100} is inconsistent")

@@ -19,14 +19,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from headway.checkpoint.format import dtypes
 from headway.checkpoint.format.directory import CheckpointDirectory, CheckpointFile, DamagedCheckpoint
+from headway.checkpoint.format.header import HeaderEntry, parse_header
 from headway.checkpoint.format.manifest import (
     ITEM_BYTES,
     LARGEST_HEADER_BYTES,
     MANIFEST,
-    METADATA,
     TensorChunk,
     TensorEntry,
-    are_sizes,
     parse_json,
     read_index,
     read_manifest,
@@ -179,13 +178,9 @@ def _read_header(file: CheckpointFile, name: str) -> dict[str, TensorEntry]:
     size = int.from_bytes(_read(file, 0, 8), "little")
     if not 2 <= size <= min(LARGEST_HEADER_BYTES, file.bytes - 8):
         raise DamagedCheckpoint(f"{name}: it is not a safetensors file")
-    header = parse_json(name, _read(file, 8, size))
-    if not isinstance(header, dict):
-        raise DamagedCheckpoint(f"{name}: its header is not a JSON object")
     first = 8 + size
-    return {
-        key: _entry(name, key, value, first, file.bytes) for key, value in header.items() if key != METADATA
-    }
+    listed = parse_header(name, _read(file, 8, size), file.bytes - first)
+    return {key: _placed(name, key, entry, first) for key, entry in listed.items()}
 
 
 def _read(file: CheckpointFile, begin: int, size: int) -> bytes:
@@ -194,24 +189,15 @@ def _read(file: CheckpointFile, begin: int, size: int) -> bytes:
     return bytes(buffer)
 
 
-def _entry(file: str, name: str, value: object, first: int, file_bytes: int) -> TensorEntry:
-    match value:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-            dtype in ITEM_BYTES and are_sizes(shape) and 0 <= begin <= end <= file_bytes - first
-        ):
-            sizes = tuple(shape)
-            chunk = TensorChunk(
-                file=file, begin=first + begin, end=first + end, offsets=(0,) * len(sizes), shape=sizes
-            )
-            entry = TensorEntry(dtype=dtype, shape=sizes, chunks=(chunk,))
-            if entry.bytes == end - begin:
-                return entry
-        case {"dtype": str(dtype)} if dtype not in ITEM_BYTES:
-            raise UsageError(
-                f"{file} has tensor {name!r:.100} of type {dtype!r:.20}, which cannot be loaded: convert it to another "
-                "type, such as BF16"
-            )
-    raise DamagedCheckpoint(f"{file}: the entry of tensor {name!r:.100} is inconsistent")
+def _placed(file: str, name: str, entry: HeaderEntry, first: int) -> TensorEntry:
+    if entry.dtype not in ITEM_BYTES:
+        raise UsageError(
+            f"{file} has tensor {name!r:.100} of type {entry.dtype!r:.20}, which cannot be loaded: convert it to "
+            "another type, such as BF16"
+        )
+    begin, end = first + entry.begin, first + entry.end
+    chunk = TensorChunk(file=file, begin=begin, end=end, offsets=(0,) * len(entry.shape), shape=entry.shape)
+    return TensorEntry(dtype=entry.dtype, shape=entry.shape, chunks=(chunk,))
 
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
