@@ -18,6 +18,7 @@ from headway.launcher.agent.agent import Agent
 from headway.launcher.code import snapshot
 from headway.launcher.sweep import arguments, grid, join, label, member
 from headway.launcher.targets import read_target
+from headway.plan.input.plan_file import read_plan_file
 from headway.run import Run
 from headway.run.job_record import record_start
 from headway.watch.runs import resolve, summarize
@@ -273,6 +274,16 @@ def test_values_that_are_not_a_list_are_told_in_a_sentence(text: str) -> None:
 BOMB = "a: &a [1, 1]\n" + "".join(
     f"{c}: &{c} [*{b}, *{b}]\n" for b, c in pairwise("abcdefghijklmnopqrstuvwxyz")
 )
+
+
+@pytest.mark.parametrize(
+    "read", [lambda path: grid([str(path)]), read_target, read_plan_file], ids=["sweep", "target", "plan"]
+)
+def test_a_name_that_a_file_gives_twice_is_refused(tmp_path: Path, read: Any) -> None:
+    """The first of the two was silently dropped: half of a sweep did not run."""
+    (tmp_path / "x.yaml").write_text("kind: slurm\nlr: [1, 2]\nlr: [3]\n")
+    with pytest.raises(UsageError, match="a name is given twice in line 3"):
+        read(tmp_path / "x.yaml")
 
 
 @pytest.mark.timeout(60)

@@ -30,6 +30,7 @@ from headway.record.alerts import alert_events
 from headway.schedulers.base import JobRequest, Scheduler
 from headway.schedulers.slurm.time_limit import parse_time_limit
 from headway.system import files
+from headway.yaml_loader import UniqueKeysLoader
 
 _TOKEN = re.compile(r"""[^\s'"\\#]+""")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -416,7 +417,7 @@ def from_dict(values: Mapping[str, Any]) -> Target:
 _MOST_VALUES = 100_000
 
 
-class _SettingsLoader(yaml.SafeLoader):
+class _SettingsLoader(UniqueKeysLoader):
     """Reads 12:00:00 as text: YAML 1.1 reads the number 43200, which SLURM takes for minutes, a whole month."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:

@@ -11,12 +11,13 @@ import yaml
 from headway.errors import UsageError, yaml_problem
 from headway.plan import checks
 from headway.plan.user_files import MAX_DIGITS, read_text
+from headway.yaml_loader import UniqueKeysLoader
 
 _MAX_ENTRIES = 20_000
 _MAX_DEPTH = 20
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(UniqueKeysLoader):
     """Reads 1e12 as a number, which YAML 1.1 writes as 1.0e+12."""
 
 
