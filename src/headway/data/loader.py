@@ -81,7 +81,7 @@ class DataLoader:
         if batch_size is ...:
             batch_size = 1 if global_batch_size is None else None
         unbatched = batch_size is None and global_batch_size is None
-        self.dataset, self.drop_last = dataset, drop_last
+        self.dataset, self.drop_last, self.collate_fn = dataset, drop_last, collate_fn
         self.batch_size = batch_size
         """samples of each rank; None if `global_batch_size` was given, or if samples are not batched"""
         size = 1 if unbatched else batch_size

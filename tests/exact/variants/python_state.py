@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import sys
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import data as torch_data
 
 import headway as hw
 from headway.train import Callback
-from variants.base import CLASSES, Train, Variant
+from variants.base import BATCH, CLASSES, Train, Variant, samples
 
 COUNTS = {"calls": 0}
 GENERATOR = torch.Generator().manual_seed(11)
@@ -23,6 +25,9 @@ NUMPY = np.random.default_rng(12)
 PYTHON = random.Random(13)
 HISTORY: list[float] = []
 TOTAL = 0
+MEANS: dict[str, Tensor] = {}
+SEEN: dict[str, Tensor] = {}
+TURNS = itertools.count(1)
 
 
 class ModuleGlobals(Train):
@@ -310,6 +315,176 @@ class Derived(Train):
         return loss * (1 + self.progress)
 
 
+class Filled(Train):
+    """A dict that is empty at the start, in a hook of a module."""
+
+    def pre_stage(self) -> None:
+        def smooth(module: nn.Module, _: Any, output: Tensor) -> Tensor:  # noqa: ARG001
+            mean = output.detach().mean()
+            MEANS["first"] = MEANS["first"] * 0.9 + mean * 0.1 if "first" in MEANS else mean
+            return output - MEANS["first"]
+
+        self.models["net"].first.register_forward_hook(smooth)
+
+
+class HookCounter(Train):
+    """A counter that only a hook of a gradient closes over."""
+
+    def pre_stage(self) -> None:
+        calls = 0
+
+        def scale(gradient: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return gradient / calls
+
+        self.models["net"].last.weight.register_hook(scale)
+
+
+class Counted(Train):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) / next(TURNS)
+
+
+class Cycled(Train):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = itertools.cycle([0.5, 1.0, 1.5, 2.0, 2.5])
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * next(self.factors)
+
+
+def remember(value: float, memory: list[float] = [0.0]) -> float:  # noqa: B006  the state is here
+    memory[0] = 0.9 * memory[0] + 0.1 * value
+    return memory[0]
+
+
+def warm_up(loss: Tensor) -> Tensor:
+    warm_up.calls += 1  # type: ignore[attr-defined]
+    return loss * min(1.0, warm_up.calls / 20)  # type: ignore[attr-defined]
+
+
+warm_up.calls = 0  # type: ignore[attr-defined]
+
+
+class Remembers(Train):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss / (1 + remember(float(loss.detach())))
+
+
+class WarmsUp(Train):
+    def loss(self, batch: Any) -> Tensor:
+        return warm_up(super().loss(batch))
+
+
+class LowersDropout(Train):
+    """A setting of a module of torch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        self.models["net"].drop.p *= 0.9
+        return super().loss(batch)
+
+
+class ChangesConfig(Train):
+    def loss(self, batch: Any) -> Tensor:
+        self.config["scale"] *= 0.9
+        return super().loss(batch) * self.config["scale"]
+
+
+def with_config(**settings: Any) -> hw.Pipeline:
+    return hw.Pipeline(config={"scale": 1.0}, **settings)
+
+
+class CountingCollate:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, parts: list[Any]) -> Any:
+        self.calls += 1
+        x, y = torch_data.default_collate(parts)
+        return x * self.calls, y
+
+
+class Pool(torch_data.Sampler[int]):
+    """Draws without putting back, across epochs."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Any:
+        for _ in range(40):
+            if not self.left:
+                self.left = torch.randperm(48).tolist()
+            yield self.left.pop()
+
+
+class StepsKept(torch.optim.SGD):
+    """An optimizer that counts its steps; torch and a decorator wrap the function that does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 / self.steps * parameter.grad
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, which keeps its own state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        self.inner.step()
+
+
+class Overwritten(Train):
+    """Dicts whose items each step assigns before it reads them: not state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, Any] = {}
+
+    def pre_stage(self) -> None:
+        def keep(module: nn.Module, _: Any, output: Tensor) -> None:  # noqa: ARG001
+            SEEN["first"] = output.detach()
+
+        self.models["net"].first.register_forward_hook(keep)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch) + SEEN["first"].square().mean()
+        self.last["loss"] = float(loss.detach())
+        self.last["samples"] = BATCH
+        return loss * (1 + self.last["loss"] / self.last["samples"])
+
+
+class FirstUse(Train):
+    """A constant that the first step makes, and one that the first validation would: not state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, Tensor] = {}
+        self.mask: Tensor | None = None
+
+    def loss(self, batch: Any) -> Tensor:
+        count = len(batch[0])
+        if count not in self.places:
+            self.places[count] = torch.arange(1.0, count + 1)
+        if self.pipe.steps_done >= 3 and self.mask is None:
+            self.mask = torch.ones(count)
+        return super().loss(batch) * self.places[count].mean()
+
+
 class Silent(Train):
     """State that no check can find: in an interpreter's own variable."""
 
@@ -393,7 +568,30 @@ VARIANTS = {
         lambda v: {"deep": {"er": [v["deep"]["er"][0] + 1, v["deep"]["er"][1]]}},
         lambda v: 1 / v["deep"]["er"][0],
     ),
+    "dict-filled-by-hook": Variant(stage=Filled, named="MEANS"),
+    "hook-counter": Variant(stage=HookCounter, named="calls"),
+    "iterator-count": Variant(stage=Counted, named="TURNS"),
+    "iterator-cycle": Variant(stage=Cycled, named="factors"),
+    "default-argument": Variant(stage=Remembers, named="memory"),
+    "function-attribute": Variant(stage=WarmsUp, named="warm_up.calls"),
+    "module-setting": Variant(stage=LowersDropout, named="net.drop.p"),
+    "config": Variant(stage=ChangesConfig, pipeline=with_config, named="config"),
+    "collate-counter": Variant(
+        loaders=lambda: {
+            "train": hw.data.DataLoader(
+                samples(), batch_size=BATCH, shuffle=True, collate_fn=CountingCollate()
+            )
+        },
+        named="collate_fn.calls",
+    ),
+    "sampler-pool": Variant(
+        loaders=lambda: {"train": torch_data.DataLoader(samples(), BATCH, sampler=Pool())}, named="left"
+    ),
+    "optimizer-counter": Variant(optimizer=StepsKept, named="main.steps"),
+    "optimizer-around": Variant(optimizer=Around, named="main.inner"),
     "not-state": Variant(stage=Derived),
+    "not-state-items": Variant(stage=Overwritten),
+    "not-state-first-use": Variant(stage=FirstUse),
 }
 
 SILENT = Variant(stage=Silent)

@@ -254,6 +254,7 @@ class Checkpointer:
             self._stepped = True
             loop_state.settle()
             self._rehearsal.after_step()
+            self._unsaved.after_step()
         self._pass_point(loop_state)
         every = self.settings.interval.steps
         self.due |= every is not None and self.run.steps_done % every == 0

@@ -6,6 +6,7 @@ schedulers and datasets, and in the modules of the program. What is looked for, 
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -24,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.train.metrics.epoch_metrics import EpochMetric
 from headway.train.resume import generators
-from headway.train.resume.assignments import Assignments
+from headway.train.resume.assignments import Assignments, default_arguments
 from headway.train.resume.generators import OwnGenerator
 from headway.train.resume.state import StatefulObject
 
@@ -42,6 +44,17 @@ _UNKNOWN = object()
 _DEEPEST, _DEEPEST_ITEM = 5, 3
 _Plain = int | float | complex | str | bytes | bool | np.generic
 _CONTAINERS = (list, dict, set, deque)
+_ITERATORS: tuple[type, ...] = (
+    itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, filter, map, zip,
+    type(iter([])), type(iter(range(0))), GeneratorType, _BaseDataLoaderIter,
+)  # fmt: skip
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
 _MODULES_OWN = frozenset(vars(nn.Module())) | {"training"}
 _OPTIMIZERS_OWN = frozenset({"state", "param_groups", "defaults"})
 _PIPELINES_OWN = frozenset({"config", "name"})
@@ -57,6 +70,8 @@ class Slot:
     value: object
     """kept, since Python reuses ids"""
     content: object
+    empty: bool = False
+    """whether there was nothing in it: noted, since a container may have been filled since"""
 
 
 @final
@@ -73,17 +88,24 @@ class PythonState:
         """Notes what there is before training."""
         self._seen = self._walk().slots
 
+    def note(self) -> None:
+        """Notes what is there for the first time."""
+        for path, slot in self._walk().slots.items():
+            if _may_be_cache(self._seen.get(path), slot):
+                self._seen[path] = slot
+
     def changed(self) -> list[str]:
         """Returns what has changed since it was first seen, each once.
 
-        What was empty or missing may be a cache, which the first use fills; it counts if it changes after that.
+        What was empty or missing, or has only more keys, may be a cache, which its uses fill; it counts if it changes
+        after that.
         """
         walk, found = self._walk(), dict[str, None]()
         for path, slot in walk.slots.items():
             before = self._seen.get(path)
-            if before is None or _is_empty(before.value):
+            if _may_be_cache(before, slot):
                 self._seen[path] = slot
-            elif path not in self._named and self._differs(before, slot):
+            elif before is not None and path not in self._named and self._differs(before, slot):
                 self._named.add(path)
                 found[next((each[:-1] for each in walk.savable if path.startswith(each)), path)] = None
         return list(found)
@@ -98,9 +120,9 @@ class PythonState:
         if isinstance(now.value, OwnGenerator):
             return now.value is before.value
         if now.value is before.value:
-            if isinstance(now.value, dict) and _only_grew(before.content, now.content):
-                return False  # a cache
-            return not isinstance(now.value, list | deque) or self._code().read(now.name)
+            if isinstance(now.value, dict):
+                return self._code().carry_items(now.name, all_new=_all_replaced(before.content, now.content))
+            return not isinstance(now.value, (list, deque, *_ITERATORS)) or self._code().read(now.name)
         return self._code().carry(now.name)
 
     def _code(self) -> Assignments:
@@ -132,6 +154,7 @@ class PythonState:
         for callback in self._run.callbacks:
             walk.visit_attributes(type(callback).__name__, callback)
         walk.visit_attributes(type(pipe).__name__, pipe, skip=_PIPELINES_OWN)
+        walk.visit_value("config", pipe.config)
         for name, model in pipe.registered_models.items():
             for key, module in model.bare.named_modules():
                 walk.visit_module(f"{name}.{key}" if key else name, module)
@@ -143,12 +166,16 @@ class PythonState:
             walk.visit_loader(name, loader)
         for module in _users_modules():
             walk.visit_variables(_name_of(module), module)
+        for name, model in pipe.registered_models.items():  # last: a large model has thousands
+            for key, module in model.bare.named_modules():
+                walk.visit_numbers(f"{name}.{key}" if key else name, module)
         return walk
 
     def _saved(self) -> set[int]:
         """Returns the ids of what checkpoints have, and of what headway owns."""
         run, pipe = self._run, self._pipe
-        owned: list[object] = [pipe, run, pipe.world, pipe.config, pipe.history, *vars(pipe).values()]
+        owned: list[object] = [pipe, run, pipe.world, pipe.history]
+        owned += [value for name, value in vars(pipe).items() if name not in _PIPELINES_OWN]
         owned += [*pipe.stages, *run.callbacks, *pipe.optimizers.values(), *pipe.schedulers.values()]
         for model in pipe.registered_models.values():
             owned += [model.wrapped, *model.bare.modules(), *model.bare.parameters(), *model.bare.buffers()]
@@ -173,20 +200,33 @@ class _Walk:
         """Visits the attributes of an object and of the user's classes of it."""
         self._attributes(path, thing, skip, depth=0)
 
+    def visit_value(self, name: str, value: object) -> None:
+        self._slot(name, name, value, depth=0)
+
     def visit_module(self, path: str, module: nn.Module) -> None:
-        """Visits the attributes of a registered module that are not part of its state."""
-        trusted = type(module).get_extra_state is not nn.Module.get_extra_state
-        if not trusted:
+        """Visits the attributes of a registered module that are not part of its state, and its hooks."""
+        if not _saves_more(module):
             self._attributes(path, module, _MODULES_OWN, depth=0)
+        for holder in (module, *vars(module)["_parameters"].values()):
+            for name in _HOOKS:
+                for hook in list((getattr(holder, name, None) or {}).values()):
+                    self._slot(f"{path}.{name.strip('_')}", name, hook, depth=1)
+
+    def visit_numbers(self, path: str, module: nn.Module) -> None:
+        """Visits the settings of a library's module, such as the rate of a dropout, which training may lower."""
+        if not (is_users(type(module)) or _saves_more(module)):
+            for name, value in vars(module).items():
+                if isinstance(value, int | float) and name not in _MODULES_OWN:
+                    self._slot(f"{path}.{name}", name, value, depth=0)
 
     def visit_optimizer(self, path: str, optimizer: Optimizer) -> None:
         own = vars(optimizer)
         if any(isinstance(value, OwnGenerator) for value in own.values()) or is_users(type(optimizer)):
-            saved = {key for key in optimizer.state_dict() if isinstance(key, str)}
-            torchs = {
-                name for name, value in own.items() if name.startswith("_") or isinstance(value, Optimizer)
+            saved = optimizer.state_dict()
+            skipped = {
+                name for name, value in own.items() if name.startswith("_") or _is_saved_by(saved, value)
             }
-            self._attributes(path, optimizer, _OPTIMIZERS_OWN | saved | torchs, depth=0)
+            self._attributes(path, optimizer, _OPTIMIZERS_OWN | skipped | saved.keys(), depth=0)
 
     def visit_functions(self, path: str, functions: Iterable[object]) -> None:
         """Visits what functions close over, and their default arguments."""
@@ -194,7 +234,7 @@ class _Walk:
             self._function(path, function, depth=0)
 
     def visit_loader(self, path: str, loader: object) -> None:
-        """Visits the dataset of a loader; of its containers only the generators, since others may be caches."""
+        """Visits a loader; of its dataset's containers only the generators, since others may be caches."""
         parts = {"": loader} if is_users(type(loader)) and not isinstance(loader, StatefulObject) else {}
         for name in ("dataset", "sampler", "batch_sampler", "collate_fn"):
             part = getattr(loader, name, None)
@@ -205,7 +245,7 @@ class _Walk:
             if isinstance(part, FunctionType | MethodType | partial):
                 self._function(where, part, depth=0)
             else:
-                self._attributes(where, part, (), depth=0, caches=True)
+                self._attributes(where, part, (), depth=0, caches=name in ("", "dataset"))
 
     def visit_variables(self, path: str, module: ModuleType) -> None:
         """Visits the variables of a module of the program, and the attributes of its classes."""
@@ -271,6 +311,8 @@ class _Walk:
             except ValueError:  # it is not assigned yet
                 continue
             self._slot(f"{path}.{name}", name, value, depth + 1)
+        for name, value in (*default_arguments(function).items(), *list(vars(function).items())):
+            self._slot(f"{path}.{name}", name, value, depth + 1)
 
     def _slot(self, path: str, name: str, value: object, depth: int) -> None:
         if len(self.slots) >= _MOST_SLOTS or depth > _DEEPEST or isinstance(value, type | ModuleType):
@@ -285,15 +327,21 @@ class _Walk:
         if isinstance(value, nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler):
             self.slots[path] = Slot(name=name, value=value, content=self._contents.of_part(value))
         elif isinstance(value, OwnGenerator | Tensor | np.ndarray | _Plain | tuple | frozenset | None):
-            self.slots[path] = Slot(name=name, value=value, content=self._contents.of(value))
+            self._note(path, name, value)
+        elif isinstance(value, _ITERATORS):
+            self.slots[path] = Slot(name=name, value=value, content=_position(value))
         elif isinstance(value, _CONTAINERS):
-            self.slots[path] = Slot(name=name, value=value, content=self._contents.of(value))
+            self._note(path, name, value)
             for place, each in enumerate(_objects_in(value)):
                 self._slot(f"{path}[{place}]", name, each, depth + 1)
         elif is_users(type(value)):
             if isinstance(value, StatefulObject):
                 self.savable.append(f"{path}.")
             self._attributes(path, value, (), depth=depth + 1)
+
+    def _note(self, path: str, name: str, value: object) -> None:
+        content = self._contents.of(value)
+        self.slots[path] = Slot(name=name, value=value, content=content, empty=_is_empty(value))
 
 
 @final
@@ -365,6 +413,44 @@ def _only_grew(before: object, now: object) -> bool:
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return False
     return now["len"] > before["len"] and all(now.get(key) == before[key] for key in before if key != "len")
+
+
+def _may_be_cache(before: Slot | None, now: Slot) -> bool:
+    """Whether something has been made or filled, rather than changed."""
+    return before is None or before.empty or _only_grew(before.content, now.content)
+
+
+def _all_replaced(before: object, now: object) -> bool:
+    """Whether a dict has the same keys and no item that it had."""
+    if not (isinstance(before, dict) and isinstance(now, dict)) or before.keys() != now.keys():
+        return False
+    return all(now[key] != before[key] for key in before if key != "len")
+
+
+def _position(iterator: Any) -> object:
+    """Returns what tells whether an iterator has advanced; of one that does not tell, that it has."""
+    match iterator:
+        case itertools.count():
+            return repr(iterator)
+        case _BaseDataLoaderIter():
+            return iterator._num_yielded
+        case GeneratorType() if iterator.gi_frame is None or not _is_users_file(iterator.gi_code.co_filename):
+            return None  # it has ended, or is that of a loader
+    return object()
+
+
+def _saves_more(module: nn.Module) -> bool:
+    """Whether a module has a state that it saves itself."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _is_saved_by(saved: dict[str, Any], value: object) -> bool:
+    """Whether this is an optimizer within another one, whose state dict has its tensors."""
+    if not isinstance(value, Optimizer):
+        return False
+    known = {id(each) for each in _reachable(saved)}
+    states = [state for state in value.state.values() if isinstance(state, dict)]
+    return all(id(each) in known for state in states for each in state.values() if isinstance(each, Tensor))
 
 
 def _is_empty(value: object) -> bool:

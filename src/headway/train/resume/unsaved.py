@@ -57,6 +57,10 @@ class UnsavedState:
                     "not saved: a resumed run draws other numbers; draw from torch, numpy.random or random instead"
                 )
 
+    def after_step(self) -> None:
+        """Notes what the first step has made, so that the next save can tell whether it changes."""
+        self._python_state.note()
+
     def check(self) -> None:
         """Warns about state that has changed, and about gradients not yet applied; call it before each save."""
         self._check_gradients()
