@@ -77,6 +77,12 @@ def test_every_kind_of_problem_is_told(tmp_path: Path) -> None:
             archive.addfile(tarfile.TarInfo(name))
     assert check_shard(twice) == [f"{twice}: the key 'a' occurs twice, with other samples in between"]
 
+    own = tmp_path / "own.tar"  # no loader uses its sample
+    with tarfile.open(own, "w") as archive:
+        archive.addfile(tarfile.TarInfo("a.__key__"))
+    (problem,) = check_shard(own)
+    assert "'a': its part '__key__' has a name that batches use themselves" in problem
+
     none = tmp_path / "none.tar"
     none.write_bytes(bytes(1024))
     assert "has no samples" in check_shard(none)[0]

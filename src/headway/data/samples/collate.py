@@ -12,7 +12,7 @@ import torch
 from headway.data.images.batch import SAMPLES, Batch, finish_batch, join_crops, own_parts, parts_of
 from headway.data.images.transforms import ImageTransform
 from headway.data.order.permutation import Ints, UInts
-from headway.data.samples.sample_reader import KEY
+from headway.data.shards.decode import KEY
 from headway.errors import HeadwayError
 
 _NUMBERS = int, float

@@ -23,6 +23,7 @@ from headway.data.quarantine import QuarantinedSample
 from headway.data.samples.cropper import ImageCropper, ReadSample, take_image
 from headway.data.samples.sample_keys import SampleKeys
 from headway.data.shards.decode import (
+    KEY,
     RGB_BYTES,
     Decoder,
     LatePart,
@@ -60,8 +61,6 @@ def check_transform(transform: Transform | ImageTransform | None) -> None:
         pass  # a builtin without a signature
 
 
-KEY = "__key__"
-"""the part of a sample that has its name"""
 _MAX_SUBSTITUTES = 8
 _MIN_REQUESTED = 1000  # samples, before it is decided that processes decline most of them
 _READ_BYTES = 2**20  # read by a thread before it decodes
@@ -93,7 +92,7 @@ class SampleReader:
             decoders = {"png": partial(decode_rgb, limits=limits), **decoders}
         self._transform, self._decoders, self._limits = transform, decoders, limits
         self._exif = images is not None and images.exif
-        reserved = frozenset({KEY, *(own_parts(images) if images is not None else ())})
+        reserved = frozenset(own_parts(images) if images is not None else ())
         self._decoder = SampleDecoder(decoders, limits, reserved)
         self._pool: ReaderPool | None = None
         self._requested = 0, 0  # samples that were requested from processes, and those that they declined

@@ -28,6 +28,8 @@ Pixels = npt.NDArray[np.uint8]
 LatePart = tuple[str, memoryview, Decoder]
 """the extension of an image, its bytes, and the function that decodes them"""
 
+KEY = "__key__"
+"""the part of a sample that has its name"""
 RGB_BYTES = 3
 """of a pixel"""
 _START, _SCAN, _END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"
@@ -63,8 +65,8 @@ class SampleDecoder:
     def __init__(
         self, decoders: Mapping[str, Decoder], limits: ShardLimits, reserved: Set[str] = frozenset()
     ) -> None:
-        """A sample with a part that has one of the `reserved` names is bad."""
-        self._decoders, self._limits, self._reserved = decoders, limits, reserved
+        """A sample with a part that is named `KEY`, or has one of the `reserved` names, is bad."""
+        self._decoders, self._limits, self._reserved = decoders, limits, {KEY, *reserved}
         self._parsers: dict[str, Decoder] = {}
         self._choices: dict[str, Callable[[memoryview], Decoder]] = {}
 
