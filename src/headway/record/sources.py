@@ -9,12 +9,14 @@ Unlike a commit, these are the files that ran, tracked by git or not.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from difflib import SequenceMatcher, unified_diff
 from pathlib import Path
+from types import ModuleType
 
 from headway.run import Run
 from headway.run.info import read_json
@@ -58,13 +60,17 @@ def _own_files() -> Iterator[tuple[str, Path]]:
         roots.insert(0, script.resolve().parent)
         if script.is_relative_to(here):  # a job starts among links: this is the directory to which they lead
             roots.append(script.resolve().parents[len(script.relative_to(here).parts) - 1])
-    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()} | {_PACKAGE}
+    libraries = {str(path) for path in (*sysconfig.get_paths().values(), _PACKAGE)}
+    installed = tuple(
+        {f"{spelling}{os.sep}" for path in libraries for spelling in (path, os.path.realpath(path))}
+    )
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        # thousands of modules are imported: only the paths of the few that are not installed are resolved
+        if not isinstance(file, str) or not file.endswith(".py") or file.startswith(installed):
             continue
         path = Path(file).resolve()
-        if "site-packages" in path.parts or any(path.is_relative_to(each) for each in installed):
+        if "site-packages" in path.parts or str(path).startswith(installed):
             continue
         for root in roots:
             if path.is_relative_to(root):
