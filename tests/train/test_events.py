@@ -61,7 +61,7 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     events = events_of(pipe.directory)
     kinds = [event["kind"] for event in events]
     assert kinds == ["start", "checkpoint", "stage", "warning", "weights", "warning", "checkpoint", "failed"]
-    assert "(train.taken)" in events[5]["text"], "of the loader, which no checkpoint has"
+    assert "train.taken" in events[5]["text"], "of the loader, which no checkpoint has"
     found = dict(zip(kinds, events, strict=True)) | {"warning": events[3]}
     assert found["stage"] | {"total_steps": 24, "first_step": 0, "max_epochs": 3} == found["stage"]
     assert found["weights"]["weights"] == {"web": 0.25, "books": 0.75} and found["weights"]["step"] == 6
