@@ -118,6 +118,11 @@ def test_another_dataset_of_the_same_length(tmp_path: Path) -> None:
         make(tmp_path, Traced(), loader=loader(tensors(1.0))),
         "dataset 'train' is not the one that .* other content",
     )
+    shorter = TensorDataset(*(each[:80] for each in tensors().tensors))
+    refused(
+        make(tmp_path, Traced(), loader=loader(shorter)),
+        "dataset 'train' is not the one that .* it has other content",
+    )
     pipe = make(tmp_path, Traced(), loader=loader(tensors()))
     pipe.run()
     assert pipe.directory == first.directory

@@ -203,8 +203,8 @@ def compare_datasets(pipe: Pipeline, state: Mapping[str, Any] | None) -> dict[st
             if then.get(source, digest) != digest:
                 where = f", in {source!r}" if source else ""
                 raise UsageError(
-                    f"dataset {name!r} is not the one that {pipe.directory.id} was trained on: it has as many samples "
-                    f'but other content{where}; restore it, or start a new run with resume="never"'
+                    f"dataset {name!r} is not the one that {pipe.directory.id} was trained on: it has other content"
+                    f'{where}; restore it, or start a new run with resume="never"'
                 )
     return now
 
