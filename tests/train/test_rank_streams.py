@@ -366,3 +366,35 @@ def test_a_stream_that_begins_its_epoch_again_is_not_said_to_have_the_same_sampl
         "dataset 'train': its position was saved per rank, by 2 ranks, so it restarts its epoch: the samples"
         in text
     )
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, which each rank draws for itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        return loss
+
+
+@ranks(2)
+@pytest.mark.parametrize("scope", ["shared", "rank"])
+def test_weights_that_ranks_change_differently_are_not_saved(scope: Any, tmp_path: Path) -> None:
+    """The replicas of DDP would differ, and a checkpoint would have a part of each."""
+    hw.seed(3, scope=scope)
+    pipe = hw.Pipeline(name="noisy")
+    pipe.register_model("net", nn.Linear(FEATURES, 3))
+    pipe.register_optimizer("noisy", lambda parameters: Noisy(parameters, lr=0.05))
+    pipe.register_dataset("train", ours())
+    pipe.append_stage(Managed(), max_epochs=1)
+    pipe.enable_checkpointing(tmp_path, every="2 steps", background=False)
+    if scope == "shared":
+        pipe.run()
+        return
+    with pytest.raises(
+        hw.errors.UsageError, match=r"model 'net' differs between ranks after step 2,.*scope=\"shared\""
+    ):
+        pipe.run()

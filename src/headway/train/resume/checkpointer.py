@@ -485,7 +485,7 @@ class Checkpointer:
         self._last_save = SaveAttempt(place=place, scheduled=scheduled, replaces=replaces)
         failpoint("train.save")
         self._rehearsal.before_save()
-        state.check_weights(self.run)
+        state.check_weights(self.run, from_root=self._saves_root_state)
         self._unsaved.check()
         self.shapes.check()
         facts = self._before_validation or self.rank_state.capture()

@@ -349,8 +349,11 @@ def _fingerprint(pipe: Pipeline, name: str, names: Collection[str]) -> int:
     return int(total)
 
 
-def check_weights(run: RunState) -> None:
-    """Raises if weights are non-finite: such a checkpoint is useless and would replace a good one."""
+def check_weights(run: RunState, *, from_root: bool) -> None:
+    """Raises if weights are non-finite, or differ between ranks: such a checkpoint would replace a good one.
+
+    With `from_root` they may differ, because rank 0 writes all of them.
+    """
     pipe = run.pipe
     weights = [
         local
@@ -360,9 +363,19 @@ def check_weights(run: RunState) -> None:
     ]
     largest = torch._foreach_norm(weights, float("inf")) if weights else ()
     bad = [norm.to(pipe.device, torch.float32).isfinite().logical_not() for norm in largest]
-    none = torch.zeros(1, device=pipe.device)  # of a rank to which FSDP has given no row
-    if gather_rows(torch.stack(bad).any(0, keepdim=True).float() if bad else none).any():
+    none = torch.zeros(1, dtype=torch.bool, device=pipe.device)  # of a rank to which FSDP has given no row
+    synced = [name for name, model in pipe.registered_models.items() if model.synced and not from_root]
+    names = set(parameter_names(pipe).values()) if synced else set()
+    marks = torch.tensor([_fingerprint(pipe, name, names) for name in synced], device=pipe.device)
+    table = gather_rows(torch.cat([torch.stack(bad).any(0, keepdim=True) if bad else none, marks]).long())
+    if table[:, 0].any():
         raise HeadwayError(
             f"weights are non-finite after step {run.steps_done:,} and are not saved: lower the learning "
             "rate, set gradient_clip, or check the data, then resume from the previous checkpoint"
         )
+    for name, column in zip(synced, table.T[1:], strict=True):
+        if (column != column[0]).any():
+            raise UsageError(
+                f"model {name!r} differs between ranks after step {run.steps_done:,}, though their gradients are the "
+                'same: change it on all ranks alike; if that draws random numbers, use hw.seed(..., scope="shared")'
+            )
