@@ -59,6 +59,7 @@ def test_only_what_a_later_step_reads_is_named(tmp_path: Path) -> None:
 def test_a_search_is_bounded(tmp_path: Path) -> None:
     """A table of a hundred million values among the globals, and a list that has itself."""
     pipe = make(tmp_path)
+    pipe.append_stage(Notes(), max_epochs=1)  # of this module, so its globals count
     state = PythonState(pipe._state)
     walk = state._walk()
     assert any(path.endswith(".TABLE") for path in walk.slots)

@@ -132,7 +132,7 @@ class PythonState:
 
     def _functions(self) -> Iterator[FunctionType]:
         """Yields the functions of the program, and of the classes of what it has registered."""
-        owners: list[Any] = [*_users_modules(), *(type(each) for each in self._objects())]
+        owners: list[Any] = [*self._program(), *(type(each) for each in self._objects())]
         for owner in dict.fromkeys(owners):
             scopes = [owner, *owner.__mro__] if isinstance(owner, type) else [owner]
             for value in [value for scope in scopes for value in list(vars(scope).values())]:
@@ -140,6 +140,12 @@ class PythonState:
                     yield from filter(None, map(_function, vars(value).values()))
                 elif function := _function(value):
                     yield function
+
+    def _program(self) -> list[ModuleType]:
+        """Returns the modules of the program that the code of what it has registered can reach."""
+        loaders = self._pipe.datasets.values()
+        known = [*self._objects(), *loaders, *(getattr(loader, "dataset", None) for loader in loaders)]
+        return _reachable_modules(type(each).__module__ for each in known)
 
     def _objects(self) -> list[object]:
         run, pipe = self._run, self._pipe
@@ -164,7 +170,7 @@ class PythonState:
             walk.visit_functions(name, list(_scheduler_parts(scheduler)))
         for name, loader in pipe.datasets.items():
             walk.visit_loader(name, loader)
-        for module in _users_modules():
+        for module in self._program():
             walk.visit_variables(_name_of(module), module)
         for name, model in pipe.registered_models.items():  # last: a large model has thousands
             for key, module in model.bare.named_modules():
@@ -520,8 +526,33 @@ def is_users(kind: type) -> bool:
     return _is_users_module(kind.__module__)
 
 
-def _users_modules() -> list[ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if _is_users_module(name)]
+def _reachable_modules(starts: Iterable[str]) -> list[ModuleType]:
+    """Returns the script, these modules, and the modules that they import, as far as they belong to the program."""
+    found: dict[str, ModuleType] = {}
+    waiting = ["__main__", *starts]
+    while waiting:
+        name = waiting.pop()
+        if name not in found and _is_users_module(name):
+            found[name] = sys.modules[name]
+            for value in list(vars(found[name]).values()):
+                waiting += _modules_behind(value)
+    return list(found.values())
+
+
+def _modules_behind(value: object) -> Iterator[str]:
+    """Yields the modules that a variable leads to, and those that a function imports when it is called."""
+    if isinstance(value, ModuleType):
+        yield value.__name__
+    elif isinstance(value, FunctionType):
+        yield value.__module__
+        yield from value.__code__.co_names
+    elif isinstance(value, type):
+        yield value.__module__
+        for method in list(vars(value).values()) if is_users(value) else ():
+            if isinstance(method, FunctionType):
+                yield from method.__code__.co_names
+    else:
+        yield type(value).__module__
 
 
 def _name_of(module: ModuleType) -> str:
