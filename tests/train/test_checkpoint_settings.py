@@ -292,7 +292,8 @@ def test_a_rank_without_weights_takes_part_on_the_device_of_the_others(
 
     monkeypatch.setattr(state, "gather_rows", gather)
     pipe = SimpleNamespace(registered_models={}, device=torch.device("meta"))
-    state.check_weights(SimpleNamespace(pipe=pipe, steps_done=0))  # type: ignore[arg-type]
+    run = SimpleNamespace(pipe=pipe, steps_done=0)
+    state.check_weights(run, from_root=False)  # type: ignore[arg-type]
     assert seen == [pipe.device]
 
 
