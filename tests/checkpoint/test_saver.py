@@ -225,7 +225,8 @@ def test_a_helper_that_fails_or_dies_on_one_rank_fails_the_save_on_all(
     tmp_path: Path, point: str, action: str, rank: int
 ) -> None:
     state = {"a": torch.ones(8), "b": torch.ones(8)}
-    said = {"kill9": "killed by SIGKILL", "raise": "exit code 1", "errno=ENOSPC": "No space left"}[action]
+    killed = f"killed by SIGKILL.* Check the log of rank {rank}, "
+    said = {"kill9": killed, "raise": "exit code 1", "errno=ENOSPC": "No space left"}[action]
     with Saver(tmp_path) as saver:
         saver.save(state, step=1)
         saver.wait()
@@ -238,6 +239,17 @@ def test_a_helper_that_fails_or_dies_on_one_rank_fails_the_save_on_all(
         headway.barrier()
         saver.save(state, step=2)
     assert_only(tmp_path, 1, 2)
+
+
+def test_a_full_memory_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    remedy = "check the memory of this machine, and the limit of this job"
+    saver = Saver(tmp_path, background=False)
+    with (
+        faults.at("checkpoint.before_file", action="errno=ENOMEM"),
+        pytest.raises(StorageError, match=remedy),
+    ):
+        saver.save({"x": torch.ones(2)}, step=1)
+    saver.close()
 
 
 def test_a_helper_that_is_killed_from_outside(tmp_path: Path) -> None:
