@@ -216,6 +216,8 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     elif event == "open" and isinstance(args[0], str | bytes | os.PathLike):
         path = os.path.normpath(os.path.join(_watched[0], os.fsdecode(args[0])))  # noqa: PTH118  before it exists
         writes = bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if "__pycache__" in Path(path).parts:
+            return  # a module of headway is imported for the first time
         if not path.startswith((str(_watched[0]), *(() if writes else _readable))):
             _escapes.append(f"open {path!r} {args[1:]}")
 

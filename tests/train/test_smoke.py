@@ -67,7 +67,7 @@ def test_a_smoke_run_goes_through_everything_and_leaves_nothing(tmp_path: Path) 
 def test_a_smoke_run_finds_what_cannot_be_resumed(tmp_path: Path) -> None:
     done = smoke(tmp_path, script(tmp_path, load="raise ValueError('cannot remember')"))
     assert done.returncode == 2  # the run and the script do not fit
-    assert "cannot remember" in done.stderr and "failed in the part 'resume'; it is kept in" in done.stderr
+    assert "cannot remember" in done.stderr and "failed in the part 'save'; it is kept in" in done.stderr
     assert list(tmp_path.glob("headway-smoke-*/smoke-*/run.json"))
 
 
